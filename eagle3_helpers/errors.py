@@ -48,4 +48,5 @@ class CheckRefused(Refusal):
     exit_code = 4
 
 
-EXIT_CODES = {kind.__name__: kind.exit_code for kind in (Refusal, StageFailed, BadParams, NotApproved, CheckRefused)}
+# A refusal that crosses a process (a notebook's kernel) is known by its name.
+REFUSALS = {kind.__name__: kind for kind in (Refusal, StageFailed, BadParams, NotApproved, CheckRefused)}

@@ -31,7 +31,7 @@ def resolve(path: str) -> Path:
 
 
 class Section(BaseModel):
-    model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
+    model_config = ConfigDict(extra="forbid", strict=True, frozen=True, use_attribute_docstrings=True)
 
 
 class TargetShape(Section):
@@ -47,102 +47,160 @@ class TargetShape(Section):
 
 
 class TargetParams(Section):
-    """The model that the draft serves."""
+    """The model that the draft will serve."""
 
-    path: str  # folder in Hugging Face layout
-    dtype: Literal["bfloat16", "float16", "float32"] = "bfloat16"  # of its weights while it runs, and of the states
-    trust_remote_code: bool = False  # running code from the model folder needs an explicit yes
-    boundaries: list[int] | None = None  # h_k to capture; none: [2, N//2, N-3]
-    shape: TargetShape | None = None  # only where the folder is not here
+    path: str
+    """Folder of the model in Hugging Face layout."""
+    dtype: Literal["bfloat16", "float16", "float32"] = "bfloat16"
+    """Type of its weights while it runs, and of the stored states."""
+    trust_remote_code: bool = False
+    """Whether code in the model folder may run. Never turned on by itself."""
+    boundaries: list[int] | None = None
+    """The three h_k to capture (h_k enters layer k). Left out: [2, N//2, N-3]."""
+    shape: TargetShape | None = None
+    """The target's numbers, where its folder is not on this machine: enough for tables, not for weights."""
 
 
 class SamplesParams(Section):
     """From conversations to token ids and loss masks."""
 
-    conversations: str  # JSONL: `messages` (role/content) or `conversations` (from/value)
-    max_length: Positive = 2048  # tokens; a longer sample is cut, and rejected if nothing trained is left
-    answer_tokens: Positive = 256  # at most this many per answer where the target answers prompt-only rows itself
+    conversations: str
+    """JSONL, a row a conversation: `messages` (role/content) or `conversations` (from/value)."""
+    max_length: Positive = 2048
+    """Tokens. A longer sample is cut there, and rejected if nothing supervised is left."""
+    answer_tokens: Positive = 256
+    """Where the target answers prompt-only rows itself: at most this many tokens an answer."""
     answer_batch: Positive = 16
+    """Prompts answered in one batch."""
 
 
 class CaptureParams(Section):
     """How the target's hidden states are taken."""
 
     backend: Literal["transformers"] = "transformers"
+    """What runs the target."""
     device: Literal["cpu", "cuda"] = "cpu"
-    batch_tokens: Positive = 4096  # padded tokens per forward
+    """Where it runs."""
+    batch_tokens: Positive = 4096
+    """Tokens in one forward, padding included."""
 
 
 class StoreParams(Section):
     """Where hidden states are kept."""
 
     data_root: str
+    """Folder of all stores: the big, fast volume."""
     name: Name
-    writers: Positive = 2  # threads
-    reserve_gb: float = Field(default=1.0, ge=0)  # GB (1e9 bytes) that stay free on the volume
+    """The store's folder inside data_root. One store holds states of one capture record."""
+    writers: Positive = 2
+    """Threads that write files."""
+    reserve_gb: float = Field(default=1.0, ge=0)
+    """GB (1e9 bytes) that must stay free on the volume."""
 
 
 class DraftParams(Section):
-    """The shape of the draft; numbers left out are the target's."""
+    """The shape of the draft. Numbers that are left out are the target's."""
 
     vocab_size: Positive = 32000
+    """Tokens that the draft can propose (D)."""
     num_attention_heads: Positive | None = None
+    """Query heads."""
     num_key_value_heads: Positive | None = None
+    """Key and value heads."""
     head_dim: Positive | None = None
+    """Width of a head."""
     intermediate_size: Positive | None = None
+    """Width of the MLP."""
     freeze_lm_head: bool = False
-    expect_trainable: Positive | None = None  # a freeze table with another total is refused
+    """Keep the draft's head as the target's rows (as speculators does) in place of training it."""
+    expect_trainable: Positive | None = None
+    """Trainable parameters expected; a freeze table with another total is refused."""
     expect_frozen: Positive | None = None
+    """Frozen parameters expected; likewise."""
 
 
 class TrainingParams(Section):
     """Training-time test (TTT) on stored states."""
 
     device: Literal["cpu", "cuda"] = "cpu"
-    compute_dtype: Literal["bfloat16", "float32"] = "bfloat16"  # products; weights and moments are float32
+    """Where the draft trains."""
+    compute_dtype: Literal["bfloat16", "float32"] = "bfloat16"
+    """Type of the matrix products. Weights and moments are float32 always."""
     ttt_steps: Positive = 7
+    """Drafting steps unrolled in training (S)."""
     step_decay: float = Field(default=0.8, gt=0, le=1)
+    """Step i weighs step_decay ** i in the loss."""
     lr: float = Field(default=1e-4, gt=0)
+    """Peak learning rate of AdamW; cosine to zero after the warm-up. In YAML write 1.0e-4, not 1e-4."""
     betas: Annotated[list[Fraction], Field(min_length=2, max_length=2)] = [0.9, 0.95]
+    """AdamW's two averages."""
     weight_decay: float = Field(default=0.0, ge=0)
+    """AdamW's decay."""
     clip_norm: float = Field(default=0.5, gt=0)
+    """Largest norm of the whole gradient."""
     warmup_fraction: Fraction = 0.015
+    """Share of the optimizer steps with rising learning rate."""
     epochs: Positive = 1
-    samples_per_step: Positive = 8  # an optimizer step, over all micro-batches
-    micro_batch_tokens: Positive = 8192  # packed rows in one forward
+    """Passes over the training samples."""
+    samples_per_step: Positive = 8
+    """Samples of one optimizer step, over all micro-batches."""
+    micro_batch_tokens: Positive = 8192
+    """Tokens packed into one forward."""
     held_out_fraction: Fraction = 0.05
-    evaluate_every: Positive = 200  # optimizer steps
+    """Share of the samples kept for evaluation during training."""
+    evaluate_every: Positive = 200
+    """Optimizer steps between two evaluations on the held-out samples."""
     checkpoint_every: Positive = 200
+    """Optimizer steps between two checkpoints."""
     keep_checkpoints: Annotated[int, Field(ge=2)] = 2
-    max_skips: Annotated[int, Field(ge=0)] = 3  # optimizer steps with a NaN or inf that may be left out
+    """Newest checkpoints kept, besides the best one."""
+    max_skips: Annotated[int, Field(ge=0)] = 3
+    """Optimizer steps with NaN or inf that are left out before training stops."""
     seed: int = 0
+    """Decides initial weights, the held-out samples and the order of all others."""
 
 
 class GateParams(Section):
-    """What a person must confirm before training."""
+    """What a person confirms before training."""
 
-    approval_hours: float = Field(default=4.0, gt=0)  # an approval older than this is void
-    auto_approve_max_gpu_hours: float = Field(default=0.0, ge=0)  # limit of `run --approve-as`
+    approval_hours: float = Field(default=4.0, gt=0)
+    """An approval older than this is void."""
+    auto_approve_max_gpu_hours: float = Field(default=0.0, ge=0)
+    """`run --approve-as NAME` approves plans up to this many GPU hours: 0 means CPU-only plans."""
     cost_per_gpu_hour: float = Field(default=0.0, ge=0)
-    gpu_watts: float = Field(default=0.0, ge=0)  # per GPU, for the kWh in the plan
+    """Money per GPU hour, for the plan."""
+    gpu_watts: float = Field(default=0.0, ge=0)
+    """Power of one GPU while training, for the kWh in the plan."""
 
 
 class EvaluationParams(Section):
     """What the draft is measured on."""
 
-    prompts: str  # JSONL of `turns` and `category` (Spec-Bench layout)
+    prompts: str
+    """JSONL of `turns` and `category` (Spec-Bench layout). Never trained on."""
     max_prompts: Positive = 96
-    answer_tokens: Positive = 64  # generated per prompt
-    draft_tokens: Positive = 3  # chain length
+    """Prompts used, spread evenly over the categories."""
+    answer_tokens: Positive = 64
+    """Tokens generated per prompt."""
+    draft_tokens: Positive = 3
+    """Tokens drafted in a chain before the target verifies them."""
     batch: Positive = 16
-    tie_gap: float = Field(default=0.5, ge=0)  # logit gap up to which a different greedy token is a numerical tie
+    """Prompts decoded side by side."""
+    tie_gap: float = Field(default=0.5, ge=0)
+    """Where drafting changes a greedy token: the largest gap of target logits that counts as a numerical tie."""
     dtype: Literal["bfloat16", "float16", "float32"] = "bfloat16"
+    """Type in which target and draft decode."""
     device: Literal["cpu", "cuda"] = "cpu"
+    """Where they decode."""
     seed: int = 0
+    """Of the bootstrap."""
 
 
 class Params(Section):
+    """Everything a run may be told."""
+
     run_id: Name
+    """Names the folder under outputs/."""
     target: TargetParams
     samples: SamplesParams
     capture: CaptureParams = CaptureParams()

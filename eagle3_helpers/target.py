@@ -12,9 +12,9 @@ from pathlib import Path
 import torch
 from safetensors import safe_open
 
-from eagle3_helpers.durable import digest, file_digest
+from eagle3_helpers.durable import digest, file_digest, read_json, write_json
 from eagle3_helpers.errors import BadParams, CheckRefused
-from eagle3_helpers.params import TargetParams, resolve
+from eagle3_helpers.params import TargetParams, home, resolve
 
 EMBEDDING_NAMES = ("model.embed_tokens.weight", "embed_tokens.weight", "language_model.model.embed_tokens.weight")
 HEAD_NAMES = ("lm_head.weight", "language_model.lm_head.weight")
@@ -27,6 +27,18 @@ TOKENIZER_FILES = (
     "merges.txt",
     "special_tokens_map.json",
 )
+
+
+def _remembered_digest(file: Path) -> str:
+    """sha256 of a weight file, computed once for a path, size and time of change: a target can be a terabyte."""
+    memory_file = home() / "outputs" / "cache" / "weight_digests.json"
+    memory = read_json(memory_file) or {}
+    stat = file.stat()
+    key = f"{file.resolve()} {stat.st_size} {stat.st_mtime_ns}"
+    if key not in memory:
+        memory[key] = file_digest(file)
+        write_json(memory_file, memory)
+    return memory[key]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -128,7 +140,7 @@ class Target:
         self.require()
         return {
             "config": file_digest(self.folder / "config.json"),
-            "weights": {file.name: file_digest(file) for file in self.weight_files()},
+            "weights": {file.name: _remembered_digest(file) for file in self.weight_files()},
             "tokenizer": self.tokenizer_digest,
         }
 

@@ -1,0 +1,1 @@
+"""Conversations to token ids, loss masks and the draft vocabulary."""

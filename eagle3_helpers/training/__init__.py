@@ -1,0 +1,1 @@
+"""Training of the draft on stored hidden states, outside the notebook and resumable."""
