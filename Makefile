@@ -20,6 +20,7 @@ test: .venv/ready  ## Structure, units, and end to end on a tiny model.
 	$(BIN)/python -m pytest
 
 lab: .venv/ready  ## JupyterLab, notebooks ready to Run All on the demo's params.
+	$(BIN)/python -m eagle3_helpers.demo.smollm2
 	$(BIN)/jupyter lab notebooks/00_index.ipynb
 
 lint: .venv/ready

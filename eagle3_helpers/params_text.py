@@ -53,3 +53,7 @@ def _value(value) -> str:
     if isinstance(value, float):
         return f"{value:.1e}" if 0 < abs(value) < 1e-3 else repr(value)
     return json.dumps(value)
+
+
+if __name__ == "__main__":
+    print(reference_table())

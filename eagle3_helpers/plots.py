@@ -28,8 +28,9 @@ STATE_COLORS = {
     **dict.fromkeys(("failed", "interrupted", "rejected", "damaged"), PALETTE[4]),
     **dict.fromkeys(("stale", "running", "waiting", "used"), PALETTE[1]),
 }
-MOST_POINTS = 400  # more optimizer steps than this are averaged in groups before they are drawn
+MOST_POINTS = 150  # more optimizer steps than this are averaged in groups before they are drawn
 STYLE = {
+    "axes.axisbelow": True,
     "axes.edgecolor": INK,
     "axes.facecolor": "none",
     "axes.grid": True,
@@ -50,6 +51,7 @@ STYLE = {
     "xtick.color": INK,
     "ytick.color": INK,
 }
+ABOVE = {"loc": "lower left", "bbox_to_anchor": (0, 1), "ncols": 3}  # a legend that covers no data
 THOUSANDS = FuncFormatter(lambda value, _: f"{value:,.0f}")
 
 
@@ -88,7 +90,7 @@ def sequence_lengths(lengths: Sequence[int], max_length: int) -> Chart:
     axes.set(xlabel="length (tokens per sample)", ylabel="samples", xlim=(0, None))
     axes.xaxis.set_major_formatter(THOUSANDS)
     axes.yaxis.set_major_locator(MaxNLocator(integer=True))
-    return _legend(chart, axes)
+    return _legend(chart, axes, **ABOVE)
 
 
 @_drawn
@@ -168,22 +170,20 @@ def alignment(numbers: Mapping[str, Sequence]) -> Chart:
     axes.set_yticks(rows, [_plain(slot) for slot in numbers])
     axes.set(xlabel="mean cosine to the target's own state", xlim=(None, 1.02))
     axes.set_ylim(len(numbers) - 0.4, -0.6)
-    return _legend(chart, axes, ncols=3, loc="lower left", bbox_to_anchor=(0, 1))
+    return _legend(chart, axes, **ABOVE)
 
 
 @_drawn
 def training_curves(metrics: Sequence[Mapping]) -> Chart:
     """Loss and accuracy per TTT step, and tokens/s, over optimizer steps, from the records of `metrics.jsonl`.
 
-    Lines are training steps, markers the held-out measurements. More than 400 steps are averaged in groups.
+    Lines are training steps, markers the held-out measurements. More than 150 steps are averaged in groups.
     """
     chart, panels = _chart(3, (11, 3.2), width_ratios=(4, 4, 2.6))
     trained = [record for record in metrics if "held_out" not in record and "step" in record]
     held_out = [{"step": record["step"], **record["held_out"]} for record in metrics if "held_out" in record]
     if not trained and not held_out:
-        for axes in panels[1:]:
-            axes.remove()
-        return _nothing(chart, panels[0], "no training steps yet")
+        return _nothing(*_single(_chart(1, (7, 1))), "no training steps yet")
     for axes, field in zip(panels, ("loss_per_step", "accuracy_per_step"), strict=False):
         steps, values, group = _grouped(trained, field)
         held_steps, held_values, _ = _grouped(held_out, field)

@@ -54,3 +54,9 @@ def _convert(source: Path, folder: Path) -> None:
     )
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
+
+
+if __name__ == "__main__":
+    from eagle3_helpers.params import load_params, resolve
+
+    print(unpack(resolve(load_params("params/demo.yaml").target.path)))

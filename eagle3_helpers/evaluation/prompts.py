@@ -1,8 +1,8 @@
 """Evaluation prompts: a JSONL of `turns` and `category` (the layout of Spec-Bench), as the token ids the target gets.
 
 Only the first turn of a row is asked: a second turn needs the first answer, which differs from model to model, and would
-make two drafts run on different prompts. Ids come from the chat template with the generation prompt, so they equal what a
-server renders. A file that cannot be meant as written is refused with the line numbers; nothing is skipped in silence.
+make two drafts run on different prompts. Ids come from the function that renders the training samples, so training and
+evaluation cannot disagree about the template. A file that cannot be meant as written is refused with the line numbers; nothing is skipped in silence.
 """
 
 import dataclasses
@@ -12,6 +12,7 @@ from pathlib import Path
 import numpy as np
 
 from eagle3_helpers.errors import BadParams, CheckRefused
+from eagle3_helpers.samples.masks import prompt_ids
 from eagle3_helpers.target import Target
 
 SHOWN = 5  # bad lines named in one refusal
@@ -62,7 +63,7 @@ def read_prompts(path: Path, target: Target) -> list[Prompt]:
         )
     if not rows:
         raise CheckRefused(f"{path} holds no prompts.", "Give a JSONL file of turns and category.")
-    return [Prompt(name, category, text, render(text, target)) for name, category, text in rows]
+    return [Prompt(name, category, text, tuple(prompt_ids([{"role": "user", "content": text}], target))) for name, category, text in rows]
 
 
 def _parse(line: str) -> tuple[dict, str]:
@@ -79,14 +80,6 @@ def _parse(line: str) -> tuple[dict, str]:
     if not isinstance(category, str) or not category:
         return row, f"`category` is {json.dumps(category)[:60]}, not a name"
     return row, ""
-
-
-def render(text: str, target: Target) -> tuple[int, ...]:
-    """Token ids of one user turn, up to and including the generation prompt."""
-    rendered = target.tokenizer.apply_chat_template(
-        [{"role": "user", "content": text}], add_generation_prompt=True, tokenize=True, return_dict=True
-    )
-    return tuple(rendered["input_ids"])
 
 
 def choose_prompts(prompts: list[Prompt], limit: int) -> list[Prompt]:

@@ -1,0 +1,64 @@
+"""Who a process is, and which ones belong to a run.
+
+A process id alone names nobody: after a reboot, or a day, the same number is somebody else. An identity is the id, the
+start time and the command line; only a process for which all three still hold is the one that was meant. What is shown of
+a command line hides the values of options that sound like secrets.
+"""
+
+import re
+from dataclasses import dataclass
+from datetime import UTC, datetime
+
+import psutil
+
+from eagle3_helpers.display import Table, bytes_text
+from eagle3_helpers.durable import read_json
+from eagle3_helpers.runs import Run
+
+SECRET = re.compile(r"key|token|secret|passw|credential|auth", re.IGNORECASE)
+SHOWN = 120  # characters of a command line
+
+
+@dataclass(frozen=True)
+class Identity:
+    """`created` is in seconds since the epoch, as the kernel reports it."""
+
+    pid: int
+    created: float
+    cmdline: tuple[str, ...]
+
+    @property
+    def runs(self) -> bool:
+        return identify(self.pid) == self
+
+    @property
+    def command(self) -> str:
+        return safe_command(self.cmdline)
+
+
+def identify(pid: int) -> Identity | None:
+    """The process that has this id now; None where there is none, it is dead and unreaped, or it may not be looked at."""
+    try:
+        process = psutil.Process(pid)
+        with process.oneshot():
+            if process.status() == psutil.STATUS_ZOMBIE:
+                return None
+            return Identity(pid, process.create_time(), tuple(process.cmdline()))
+    except (psutil.Error, ValueError):
+        return None
+
+
+def safe_command(cmdline: tuple[str, ...] | list[str]) -> str:
+    """A command line for eyes and logs: values of secret-sounding options replaced by ***, cut at 120 characters."""
+    words, hide = [], False
+    for word in cmdline:
+        name, equals, _ = word.partition("=")
+        option = name.startswith("-") or (equals and name.isidentifier())
+        if hide and not word.startswith("-"):
+            word = "***"
+        elif option and equals and SECRET.search(name):
+            word = f"{name}=***"
+        hide = word.startswith("-") and not equals and bool(SECRET.search(name))
+        words.append(word)
+    text = " ".join(words)
+    return text if len(text) <= SHOWN else text[: SHOWN - 1] + "…"
