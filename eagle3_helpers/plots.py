@@ -25,8 +25,8 @@ MARKERS = ("o", "s", "^", "D", "v", "P", "X")
 LINES = ("-", "--", "-.", ":", (0, (6, 1, 1, 1, 1, 1)), (0, (1, 2, 4, 2)), (0, (8, 3)))
 STATE_COLORS = {
     **dict.fromkeys(("done", "approved"), PALETTE[2]),
-    **dict.fromkeys(("failed", "interrupted", "rejected", "damaged"), PALETTE[4]),
-    **dict.fromkeys(("stale", "running", "waiting", "used"), PALETTE[1]),
+    **dict.fromkeys(("failed", "rejected", "damaged"), PALETTE[4]),
+    **dict.fromkeys(("stale", "unfinished", "waiting", "void"), PALETTE[1]),
 }
 MOST_POINTS = 150  # more optimizer steps than this are averaged in groups before they are drawn
 STYLE = {
@@ -41,6 +41,7 @@ STYLE = {
     "axes.titlelocation": "left",
     "axes.titlesize": 10,
     "figure.facecolor": "none",
+    "font.sans-serif": ["DejaVu Sans"],
     "font.size": 9,
     "grid.alpha": 0.25,
     "grid.color": INK,
@@ -117,7 +118,7 @@ def vocab_coverage(sizes: Sequence[int], fractions: Sequence[float], chosen_size
 
 @_drawn
 def state_norms(norms: Mapping[str, Mapping]) -> Chart:
-    """Norms of stored states per slot; each slot maps percentiles ("p1", 50, "max", ...) to a norm.
+    """Norms of stored states per slot; each slot maps percentiles ("p1", "p50", ...) to a norm.
 
     A thin line joins the outermost percentiles, a thick one the next pair inside, a dot stands on the median.
     """
@@ -126,7 +127,8 @@ def state_norms(norms: Mapping[str, Mapping]) -> Chart:
         return _nothing(chart, axes, "no norms yet")
     names = set()
     for row, (slot, given) in enumerate(norms.items()):
-        ranked = sorted((_percentile(name), float(value)) for name, value in given.items() if _is_finite(value))
+        known = [(_percentile(name), value) for name, value in given.items() if _is_finite(value)]
+        ranked = sorted((rank, value) for rank, value in known if rank is not None)
         values = [value for _, value in ranked]
         if not values:
             axes.text(0.01, row, f"{slot}: no finite norm", transform=axes.get_yaxis_transform(), va="center")
@@ -147,17 +149,17 @@ def state_norms(norms: Mapping[str, Mapping]) -> Chart:
 
 
 @_drawn
-def alignment(numbers: Mapping[str, Sequence]) -> Chart:
-    """Mean cosine of stored states to the target's own h_{k-1}, h_k, h_{k+1}, per slot (None where there is no such state).
+def alignment(slots: Mapping[str, Mapping]) -> Chart:
+    """Mean cosine of stored states to the target's own h_{k-1}, h_k, h_{k+1}, as "below", "own", "above" of each slot.
 
-    Aligned states stand at 1 for h_k and clearly lower for its neighbours.
+    Aligned states stand at 1 for h_k and lower for its neighbours; where there is no neighbour (None) nothing is drawn.
     """
-    chart, (axes,) = _chart(1, (7, 1.1 + 0.5 * max(2, len(numbers))))
-    if not numbers:
+    chart, (axes,) = _chart(1, (7, 1.1 + 0.5 * max(2, len(slots))))
+    if not slots:
         return _nothing(chart, axes, "no alignment proof yet")
-    rows = np.arange(len(numbers))
-    for column, (label, size) in enumerate((("h_{k-1}", 6), ("h_k", 9), ("h_{k+1}", 6))):
-        cosines = [_number(given[column]) for given in numbers.values()]
+    rows = np.arange(len(slots))
+    for column, (name, label, size) in enumerate((("below", "h_{k-1}", 6), ("own", "h_k", 9), ("above", "h_{k+1}", 6))):
+        cosines = [_number(given.get(name)) for given in slots.values()]
         axes.plot(
             cosines,
             rows,
@@ -167,9 +169,9 @@ def alignment(numbers: Mapping[str, Sequence]) -> Chart:
             markersize=size,
             label=f"${label}$",
         )
-    axes.set_yticks(rows, [_plain(slot) for slot in numbers])
+    axes.set_yticks(rows, [_plain(slot) for slot in slots])
     axes.set(xlabel="mean cosine to the target's own state", xlim=(None, 1.02))
-    axes.set_ylim(len(numbers) - 0.4, -0.6)
+    axes.set_ylim(len(slots) - 0.4, -0.6)
     return _legend(chart, axes, **ABOVE)
 
 
@@ -183,7 +185,8 @@ def training_curves(metrics: Sequence[Mapping]) -> Chart:
     trained = [record for record in metrics if "held_out" not in record and "step" in record]
     held_out = [{"step": record["step"], **record["held_out"]} for record in metrics if "held_out" in record]
     if not trained and not held_out:
-        return _nothing(*_single(_chart(1, (7, 1))), "no training steps yet")
+        empty, (axes,) = _chart(1, (7, 1))
+        return _nothing(empty, axes, "no training steps yet")
     for axes, field in zip(panels, ("loss_per_step", "accuracy_per_step"), strict=False):
         steps, values, group = _grouped(trained, field)
         held_steps, held_values, _ = _grouped(held_out, field)
@@ -199,13 +202,16 @@ def training_curves(metrics: Sequence[Mapping]) -> Chart:
         axes.set_xlabel(f"optimizer step{mean}")
     panels[0].set(ylabel="loss (nats per token)", title="loss per TTT step")
     panels[1].set(ylabel="draft token right", title="accuracy per TTT step")
-    panels[1].yaxis.set_major_formatter(PercentFormatter(1, decimals=0))
+    panels[1].set_ylim(0, None)
+    panels[1].yaxis.set_major_formatter(PercentFormatter(1))
     steps, speed, _ = _grouped([{**r, "speed": [r.get("tokens_per_second")]} for r in trained], "speed")
     if speed.size:
         panels[2].plot(steps, speed[:, 0], color=INK, linewidth=1, marker="o" if len(steps) == 1 else "")
     panels[2].set(xlabel="optimizer step", ylabel="tokens/s", title="training speed", ylim=(0, None))
     panels[2].yaxis.set_major_formatter(THOUSANDS)
+    last = max(record["step"] for record in (*trained, *held_out))
     for axes in panels:
+        axes.set_xlim(0, last + max(1, 0.03 * last))
         axes.xaxis.set_major_locator(MaxNLocator(5, integer=True))
     note = "lines: training; markers: held out" if held_out else "lines: training; nothing held out measured yet"
     handles, labels = panels[0].get_legend_handles_labels()
@@ -217,7 +223,7 @@ def training_curves(metrics: Sequence[Mapping]) -> Chart:
 def acceptance_per_position(
     per_position: Sequence[float], untrained: Sequence[float] | None = None, bigram: Sequence[float] | None = None
 ) -> Chart:
-    """Fraction of drafted tokens that the target accepts, by position in the drafted chain (1 is drafted first)."""
+    """Share of steps whose drafted tokens 1..j were all accepted, by position j in the chain."""
     chart, (axes,) = _chart(1, (5.5, 3))
     if not len(per_position):
         return _nothing(chart, axes, "no acceptance measured yet")
@@ -234,7 +240,7 @@ def acceptance_per_position(
             axes.annotate(
                 f"{value:.0%}", (position, value), (0, 7), textcoords="offset points", ha="center", fontsize=8
             )
-    axes.set(xlabel="position in the drafted chain", ylabel="drafted tokens accepted", ylim=(0, 1.08))
+    axes.set(xlabel="position in the drafted chain", ylabel="steps with all accepted\nup to here", ylim=(0, 1.08))
     axes.set_xlim(0.6, len(per_position) + 0.4)
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     axes.yaxis.set_major_formatter(PercentFormatter(1, decimals=0))
@@ -350,10 +356,10 @@ def _grouped(records: Sequence[Mapping], field: str) -> tuple[np.ndarray, np.nda
     return steps, values if width else values[:, :0], max(group, 1)
 
 
-def _percentile(name) -> float:
-    """50 for 50, "50", "p50", "50%" and "median"; 0 and 100 for "min" and "max"."""
-    words = {"min": 0.0, "median": 50.0, "max": 100.0}
-    return words[name] if name in words else float(str(name).strip("p%"))
+def _percentile(name: str) -> float | None:
+    """50 for "p50"; None for a name that is no percentile, such as "mean"."""
+    found = re.fullmatch(r"p(\d+(?:\.\d+)?)", name)
+    return float(found[1]) if found else None
 
 
 def _number(value) -> float:

@@ -9,6 +9,8 @@ import numpy as np
 
 from eagle3_helpers.errors import CheckRefused
 
+BLOCK = 4_000_000  # pairs held before they are merged into counts: a table of 88 million tokens needs little memory
+
 
 def count_bigram(samples, vocab_size: int) -> np.ndarray:
     """int64 [V]: the most frequent supervised successor of each token (the lower id on a tie).
@@ -24,7 +26,7 @@ def count_bigram(samples, vocab_size: int) -> np.ndarray:
         follows = np.flatnonzero(np.asarray(samples.loss_mask(sample_id))[1:])
         block.append(ids[follows] * vocab_size + ids[follows + 1])
         held += len(follows)
-        if held > 4_000_000:  # 88 million tokens never lie in memory at once
+        if held > BLOCK:
             pairs, counts = _merge(pairs, counts, block)
             block, held = [], 0
     pairs, counts = _merge(pairs, counts, block)

@@ -36,7 +36,7 @@ def greedy(model, prompts: list, *, answer_tokens: int, stop_ids: list[int]) -> 
     kept = model.generation_config
     # generate() fills what a given config leaves open from the model's own, e.g. a repetition penalty: not plain greedy.
     model.generation_config = GenerationConfig(
-        do_sample=False, max_new_tokens=answer_tokens, eos_token_id=list(stop_ids), pad_token_id=stop_ids[0]
+        do_sample=False, max_new_tokens=answer_tokens, eos_token_id=list(stop_ids) or None, pad_token_id=0
     )
     try:
         answers = model.generate(input_ids=ids, attention_mask=valid.long())[:, ids.shape[1] :].tolist()

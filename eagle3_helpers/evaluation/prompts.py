@@ -1,8 +1,8 @@
 """Evaluation prompts: a JSONL of `turns` and `category` (the layout of Spec-Bench), as the token ids the target gets.
 
-Only the first turn of a row is asked: a second turn needs the first answer, which differs from model to model, and would
-make two drafts run on different prompts. Ids come from the function that renders the training samples, so training and
-evaluation cannot disagree about the template. A file that cannot be meant as written is refused with the line numbers; nothing is skipped in silence.
+Only the first turn of a row is asked: a second turn needs the first answer, which differs from model to model. Ids come
+from the function that renders the training samples, so training and evaluation cannot disagree about the template. A file
+that cannot be meant as written is refused with the line numbers; nothing is skipped in silence.
 """
 
 import dataclasses
@@ -63,7 +63,10 @@ def read_prompts(path: Path, target: Target) -> list[Prompt]:
         )
     if not rows:
         raise CheckRefused(f"{path} holds no prompts.", "Give a JSONL file of turns and category.")
-    return [Prompt(name, category, text, tuple(prompt_ids([{"role": "user", "content": text}], target))) for name, category, text in rows]
+    return [
+        Prompt(name, category, text, tuple(prompt_ids([{"role": "user", "content": text}], target)))
+        for name, category, text in rows
+    ]
 
 
 def _parse(line: str) -> tuple[dict, str]:

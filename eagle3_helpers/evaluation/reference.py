@@ -17,12 +17,14 @@ Shapes: B prompts still running, P padded prompt length, K draft tokens, Q new s
 """
 
 import dataclasses
+import inspect
 from collections.abc import Callable
 
 import torch
 from torch.nn.functional import scaled_dot_product_attention
+from transformers import DynamicCache
 
-from eagle3_helpers.errors import CheckRefused
+from eagle3_helpers.errors import CheckRefused, StageFailed
 
 
 @dataclasses.dataclass
@@ -59,25 +61,18 @@ def decode(
     Raises CheckRefused for a target with sliding-window layers, where a rejected slot would push a true one out.
     """
     K, boundaries = draft_tokens, draft.config.boundaries
-    to_target = (draft_vocab.d2t + torch.arange(len(draft_vocab.d2t))).to(model.device)
+    to_target = draft_vocab.target_ids.to(model.device)
     answers = [Answer([], 0, [0] * K) for _ in prompts]
     running = list(range(len(prompts)))
 
     # The prompt: the target's states for x_0..x_{T-1}, and x_T, the first token of the answer.
     ids, valid, positions = left_padded(prompts, model.device)  # [B, P] each
-    output = model(
-        input_ids=ids,
-        attention_mask=valid.long(),
-        position_ids=positions,
-        use_cache=True,
-        output_hidden_states=True,
-        logits_to_keep=1,
-    )
-    target_cache, draft_cache = output.past_key_values, None
-    if any(getattr(target_cache, "is_sliding", [])):
+    target_cache, draft_cache = DynamicCache(config=model.config.get_text_config()), None
+    if any(target_cache.is_sliding):
         raise CheckRefused(
             "the target has sliding-window layers, which the reference decoding cannot mask.", "Measure it with SGLang."
         )
+    output = _target_forward(model, ids, positions, valid, target_cache, logits_to_keep=1)
     known = output.logits[:, -1:].argmax(-1)  # [B, 1]: x_T, the newest known token
     fed = torch.cat([ids[:, 1:], known], 1)  # [B, Q]: row t of the draft is fed x_{t+1} ...
     aux = torch.cat([output.hidden_states[k] for k in boundaries], -1)  # [B, Q, 3H]: ... with a_t
@@ -115,14 +110,7 @@ def decode(
         # Verification: one forward of the target; choice[:, j] is its own token after block[:, :j+1].
         positions = position + 1 + torch.arange(K + 1, device=model.device)
         valid = torch.cat([valid, valid.new_ones(len(running), K + 1)], 1)
-        output = model(
-            input_ids=block,
-            attention_mask=valid.long(),
-            position_ids=positions,
-            past_key_values=target_cache,
-            use_cache=True,
-            output_hidden_states=True,
-        )
+        output = _target_forward(model, block, positions, valid, target_cache)
         choice = output.logits.argmax(-1)  # [B, K+1]
         newest = (block[:, 1:] == choice[:, :-1]).long().cumprod(1).sum(1)  # [B]: accepted draft tokens
         valid[:, -K - 1 :] = torch.arange(K + 1, device=model.device) <= newest[:, None]
@@ -135,6 +123,20 @@ def decode(
             for place in range(accepted):
                 answers[number].accepted[place] += 1
             _take(answers[number], tokens[: accepted + 1], answer_tokens, stop_ids)
+
+
+def _target_forward(model, ids, positions, valid, cache, **options):
+    """Runs the target over Q new tokens: ids and positions [B, Q], valid [B, S] with the new tokens last."""
+    # transformers renamed the argument in 5.x, and a model takes an unknown one without a word.
+    name = "cache" if "cache" in inspect.signature(model.forward).parameters else "past_key_values"
+    options |= {name: cache, "use_cache": True, "output_hidden_states": True}
+    output = model(input_ids=ids, attention_mask=valid.long(), position_ids=positions, **options)
+    if cache.get_seq_length() != valid.shape[1]:
+        raise StageFailed(
+            f"the target's cache holds {cache.get_seq_length()} tokens after {valid.shape[1]} were fed.",
+            "This model class keeps its cache in another way; measure it with SGLang.",
+        )
+    return output
 
 
 def _draft_forward(draft, ids, hidden, positions, valid, cache):

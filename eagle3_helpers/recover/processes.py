@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 
 import psutil
+from filelock import FileLock, Timeout
 
 from eagle3_helpers.display import Table, bytes_text
 from eagle3_helpers.durable import read_json
@@ -62,3 +63,51 @@ def safe_command(cmdline: tuple[str, ...] | list[str]) -> str:
         words.append(word)
     text = " ".join(words)
     return text if len(text) <= SHOWN else text[: SHOWN - 1] + "…"
+
+
+def trainers(run: Run) -> list[Identity]:
+    """The run's trainer, if it is still the process that training/process.json describes."""
+    noted = read_json(run.folder / "training" / "process.json")
+    if not isinstance(noted, dict):
+        return []
+    found = identify(noted.get("pid"))
+    return [found] if found and abs(found.created - noted.get("created", 0)) < 0.01 else []
+
+
+def kernels() -> list[Identity]:
+    """Jupyter kernels of this machine: what an interrupted notebook leaves behind."""
+    everyone = (identify(pid) for pid in psutil.pids())
+    return [who for who in everyone if who and any("ipykernel" in word for word in who.cmdline[:4])]
+
+
+def describe_processes(run: Run) -> Table:
+    """The run's trainer and all kernels, with what each holds in memory."""
+    rows = [
+        [kind, str(who.pid), _started(who), _memory(who.pid), who.command]
+        for kind, group in (("trainer of this run", trainers(run)), ("kernel", kernels()))
+        for who in group
+    ]
+    return Table(["what", "pid", "started (UTC)", "memory", "command"], rows, "processes of the runbook")
+
+
+def _started(who: Identity) -> str:
+    return datetime.fromtimestamp(who.created, UTC).isoformat(sep=" ", timespec="seconds")[:19]
+
+
+def _memory(pid: int) -> str:
+    try:
+        return bytes_text(psutil.Process(pid).memory_info().rss)
+    except psutil.Error:
+        return "gone"
+
+
+def training_locked(run: Run) -> bool:
+    """Whether a trainer of this run holds its lock now. The lock falls with its process, whatever killed that."""
+    path = run.folder / "training" / "lock"
+    if not path.exists():
+        return False
+    try:
+        with FileLock(path, timeout=0):
+            return False
+    except Timeout:
+        return True

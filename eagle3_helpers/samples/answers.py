@@ -5,12 +5,13 @@ The output has one line for each row of the source, in its order, with the row's
     a row that ends with an answer      is passed on as it is; with `again` its last answer is dropped and made anew
     a row that cannot be used           is a line with `source_line` and `rejected`, the reason, instead of a conversation
 so the next reader counts every row, and a restart goes on behind the last whole line. Only the last answer of a
-conversation is made: earlier ones in a prompt stay those of the source.
+conversation is made: earlier ones in a prompt stay those of the source. In bfloat16 the rows that share a batch decide
+near-ties, so another batch may give another text, which the target would write just as well.
 
 An answer that reached `answer_tokens` did not end, but every answer of a training sample is followed by the token that
 ends a turn. Such an answer is cut behind its last whole sentence or line if that keeps at least half of its characters,
 else the row is rejected. After a cut the end of the turn is ours, not the target's. Each row that was answered here says
-which it is: `answer` is "whole" or "cut".
+which it is: `answered` is "whole" or "cut".
 
 Beside the output lies `<name>.origin.json`: what it was made of. Another source, target or setting is refused there.
 """
@@ -25,8 +26,8 @@ from eagle3_helpers.durable import append_lines, file_digest, read_json, read_li
 from eagle3_helpers.errors import CheckRefused
 from eagle3_helpers.params import Params
 from eagle3_helpers.progress import Progress
-from eagle3_helpers.samples.conversations import Conversation, Rejection, read_conversations
-from eagle3_helpers.samples.masks import prompt_ids
+from eagle3_helpers.samples.conversations import Conversation, Rejection, is_rejected_line, read_conversations
+from eagle3_helpers.samples.masks import TEMPLATE_ERRORS, TEMPLATE_REFUSED, prompt_ids
 from eagle3_helpers.target import Target
 
 WINDOW_BATCHES = 4  # rows sorted by length together, and lost at most by a crash
@@ -110,7 +111,11 @@ def _answer_window(window: list, model, params: Params, target: Target, again: b
         if messages[-1]["role"] != "user":
             lines[at] = item.row
             continue
-        ids = prompt_ids(messages, target, item.row.get("tools"))
+        try:
+            ids = prompt_ids(messages, target, item.row.get("tools"))
+        except TEMPLATE_ERRORS:
+            lines[at] = _rejected(item, TEMPLATE_REFUSED)
+            continue
         if len(ids) > params.samples.max_length:
             lines[at] = _rejected(item, PROMPT_TOO_LONG)
         else:
@@ -148,8 +153,11 @@ def _line(conversation: Conversation, messages: list[dict], answer: str, ended: 
     if not whole.strip():
         return _rejected(conversation, EMPTY_ANSWER)
     kept = {key: value for key, value in conversation.row.items() if key not in ("messages", "conversations")}
-    answered = {"answer": "whole" if ended else "cut"}
-    return {**kept, **answered, "messages": [*messages, {"role": "assistant", "content": whole}]}
+    return {
+        **kept,
+        "answered": "whole" if ended else "cut",
+        "messages": [*messages, {"role": "assistant", "content": whole}],
+    }
 
 
 def _rejected(conversation: Conversation, reason: str) -> dict:
@@ -168,8 +176,9 @@ def _counts(out: Path) -> dict:
     counts = {"rows": 0, "whole": 0, "cut": 0, "passed": 0, "rejected": {}}
     for row in read_lines(out):
         counts["rows"] += 1
-        if "rejected" in row:
+        if is_rejected_line(row):
             counts["rejected"][row["rejected"]] = counts["rejected"].get(row["rejected"], 0) + 1
         else:
-            counts[row.get("answer", "passed")] += 1
+            made = row.get("answered")
+            counts[made if made in ("whole", "cut") else "passed"] += 1
     return counts

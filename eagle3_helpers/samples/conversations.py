@@ -80,6 +80,13 @@ def read_conversations(path: Path) -> Iterator[Conversation | Rejection]:
     return _rows(file)
 
 
+def is_rejected_line(row: dict) -> bool:
+    """Whether answers.py wrote this row in place of a conversation (`rejected` alone may be any data set's field)."""
+    return (
+        isinstance(row.get("rejected"), str) and "source_line" in row and not {"messages", "conversations"} & row.keys()
+    )
+
+
 def _rows(file) -> Iterator[Conversation | Rejection]:
     with file:
         end = 0
@@ -106,7 +113,7 @@ def _parse(text: bytes) -> dict:
         raise _Unusable("not JSON", str(error)) from error
     if not isinstance(row, dict):
         raise _Unusable("not an object", f"it is a {type(row).__name__}")
-    if isinstance(row.get("rejected"), str):  # written by answers.py in place of a conversation
+    if is_rejected_line(row):
         raise _Unusable(row["rejected"], "rejected when it was answered")
     if b"\\ud" in text.lower():
         try:

@@ -29,6 +29,11 @@ NOT_STABLE = "template is not prefix-stable"
 TRUNCATED = "truncated before answer"
 TEMPLATE_REFUSED = "template refused the conversation"
 OUTSIDE_VOCABULARY = "token outside the target's vocabulary"
+TEMPLATE_ERRORS = (
+    jinja2.TemplateError,
+    TypeError,
+    ValueError,
+)  # a template's own refusal; turns or tools it cannot print
 GENERATION_MARK = re.compile(r"\{%-?\s*generation\s*-?%\}")
 
 
@@ -66,7 +71,7 @@ def tokenize(conversation: Conversation, target: Target, max_length: int) -> Sam
             ids, spans = _marked(messages, target, tools)
         else:
             ids, spans = _by_prefix(messages, target, tools)
-    except (jinja2.TemplateError, TypeError) as error:
+    except TEMPLATE_ERRORS as error:
         return rejected(TEMPLATE_REFUSED, str(error))
     if spans is None:
         return rejected(NOT_STABLE)
@@ -133,7 +138,7 @@ def _by_prefix(
             continue
         before = prompt_ids(messages[:at], target, tools)
         after = whole if at + 1 == len(messages) else _render(messages[: at + 1], target, tools)
-        if whole[: len(before)] != before or whole[: len(after)] != after or len(before) > len(after):
+        if whole[: len(before)] != before or whole[: len(after)] != after:
             return whole, None
         spans.append((len(before), len(after)))
     return whole, spans

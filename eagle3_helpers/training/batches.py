@@ -18,6 +18,7 @@ batch is packed, and everywhere else step i of row r simply reads entry r + i.
 """
 
 import dataclasses
+import functools
 
 import torch
 
@@ -112,15 +113,23 @@ def steps_per_epoch(samples: int, samples_per_step: int) -> int:
     return -(-samples // samples_per_step)
 
 
-def epoch_order(sample_ids: list[str], seed: int, epoch: int) -> list[str]:
-    """The global permutation of an epoch: the same on every machine, whatever order the samples are listed in."""
-    generator = torch.Generator().manual_seed(seed * 1_000_003 + epoch)
-    known = sorted(sample_ids)
-    return [known[k] for k in torch.randperm(len(known), generator=generator).tolist()]
+class Order:
+    """Which samples each optimizer step takes: one global permutation an epoch, from seed and epoch alone.
 
+    It is the same on every machine and for every number of machines, in whatever order the samples are listed.
+    """
 
-def samples_of_step(sample_ids: list[str], seed: int, samples_per_step: int, step: int) -> tuple[int, int, list[str]]:
-    """(epoch, cursor in samples at its start, sample ids) of optimizer step `step`, counted from 0 over all epochs."""
-    epoch, place = divmod(step, steps_per_epoch(len(sample_ids), samples_per_step))
-    cursor = place * samples_per_step
-    return epoch, cursor, epoch_order(sample_ids, seed, epoch)[cursor : cursor + samples_per_step]
+    def __init__(self, sample_ids: list[str], seed: int, samples_per_step: int):
+        self.sample_ids, self.seed, self.samples_per_step = sorted(sample_ids), seed, samples_per_step
+        self.steps_per_epoch = steps_per_epoch(len(sample_ids), samples_per_step)
+
+    @functools.lru_cache(maxsize=2)  # noqa: B019 (an order lives as long as its training)
+    def epoch(self, epoch: int) -> list[str]:
+        generator = torch.Generator().manual_seed(self.seed * 1_000_003 + epoch)
+        return [self.sample_ids[k] for k in torch.randperm(len(self.sample_ids), generator=generator).tolist()]
+
+    def step(self, step: int) -> tuple[int, int, list[str]]:
+        """Of optimizer step `step`, counted from 0 over all epochs: epoch, cursor in samples at its start, sample ids."""
+        epoch, place = divmod(step, self.steps_per_epoch)
+        cursor = place * self.samples_per_step
+        return epoch, cursor, self.epoch(epoch)[cursor : cursor + self.samples_per_step]

@@ -13,7 +13,7 @@ import dataclasses
 
 import torch
 
-CHUNK_LOGITS = 1 << 21  # float32 logits held at a time: 8 MB, which stays in a CPU's cache
+CHUNK_LOGITS = 1 << 22  # float32 logits held at a time: 16 MB
 
 
 @dataclasses.dataclass(frozen=True)
@@ -27,27 +27,28 @@ class _FusedLinearCrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(ctx, hidden, weight, probabilities, index, row_weights, with_gradient):
         compute = weight.to(hidden.dtype)
-        n, rows_per_chunk = len(hidden), max(1, CHUNK_LOGITS // len(weight))
+        n, rows = len(hidden), max(1, CHUNK_LOGITS // len(weight))
         losses = torch.empty(n, dtype=_wide(hidden), device=hidden.device)
         predicted = torch.empty(n, dtype=torch.long, device=hidden.device)
         grad_hidden = torch.empty_like(hidden) if with_gradient else None
         train_head = with_gradient and ctx.needs_input_grad[1]
         grad_weight = torch.zeros_like(weight) if train_head else None
-        for start in range(0, n, rows_per_chunk):
-            part = slice(start, start + rows_per_chunk)
+        logits, target = (losses.new_empty(min(n, rows), len(weight)) for _ in range(2))  # reused by every chunk
+        for start in range(0, n, rows):
+            part = slice(start, start + rows)
             z = hidden[part]
-            x = (z @ compute.T).to(losses.dtype)
-            p = probabilities[index[part]].to(losses.dtype)
-            mass = p.sum(-1, keepdim=True)
-            predicted[part] = x.argmax(-1)
-            lse = torch.logsumexp(x, -1, keepdim=True)
-            losses[part] = (lse * mass).squeeze(-1) - (p * x).sum(-1)
-            if not with_gradient:
-                continue
-            g = x.sub_(lse).exp_().mul_(mass).sub_(p).mul_(row_weights[part, None]).to(hidden.dtype)
-            grad_hidden[part] = g @ compute
-            if train_head:
-                grad_weight += g.T @ z
+            x, p = logits[: len(z)].copy_(z @ compute.T), target[: len(z)].copy_(probabilities[index[part]])
+            highest, predicted[part] = x.max(-1)
+            mass = p.sum(-1)
+            agreement = torch.linalg.vecdot(p, x)
+            scale = x.sub_(highest[:, None]).exp_().sum(-1)
+            losses[part] = (highest + scale.log()) * mass - agreement
+            if with_gradient:
+                w = row_weights[part]
+                g = x.mul_((mass * w / scale)[:, None]).sub_(p.mul_(w[:, None])).to(hidden.dtype)
+                torch.mm(g, compute, out=grad_hidden[part])
+                if train_head:
+                    grad_weight += g.T @ z
         ctx.save_for_backward(*(grad for grad in (grad_hidden, grad_weight) if grad is not None))
         ctx.mark_non_differentiable(losses, predicted)
         return (losses * row_weights).sum(), losses, predicted
