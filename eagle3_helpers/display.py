@@ -86,6 +86,14 @@ class Checks:
         return self._table()._repr_html_()
 
 
+def joined(title: str, *parts: Checks) -> Checks:
+    """All items of several lists under one title."""
+    whole = Checks(title)
+    for part in parts:
+        whole.items += part.items
+    return whole
+
+
 def _text(value) -> str:
     if isinstance(value, bool):
         return "yes" if value else "no"

@@ -17,7 +17,7 @@ import matplotlib
 import numpy as np
 from matplotlib.figure import Figure
 from matplotlib.patches import FancyBboxPatch, Polygon
-from matplotlib.ticker import FuncFormatter, MaxNLocator, PercentFormatter
+from matplotlib.ticker import FuncFormatter, LogFormatter, MaxNLocator, PercentFormatter
 
 INK = "#787878"
 PALETTE = ("#2f7fc1", "#cf6a17", "#1f9268", "#a45fc2", "#d2484e", "#8a7a1c", "#5f7f95")
@@ -109,7 +109,7 @@ def vocab_coverage(sizes: Sequence[int], fractions: Sequence[float], chosen_size
         linestyle="none",
         label=f"chosen: {chosen_size:,} tokens cover {chosen_coverage:.2%}",
     )
-    axes.set_xscale("log")
+    axes.set_xscale("log", base=2)
     axes.xaxis.set_major_formatter(THOUSANDS)
     axes.yaxis.set_major_formatter(PercentFormatter(1, decimals=0))
     axes.set(xlabel="draft vocabulary (tokens, log scale)", ylabel="supervised tokens inside", ylim=(None, 1.02))
@@ -142,6 +142,8 @@ def state_norms(norms: Mapping[str, Mapping]) -> Chart:
         axes.annotate(f"{median:,.3g}", (median, row), (0, 8), textcoords="offset points", ha="center", fontsize=8)
         names.add(", ".join(f"{rank:g}" for rank, _ in ranked))
     axes.set_xscale("log")
+    axes.xaxis.set_major_formatter(LogFormatter())
+    axes.xaxis.set_minor_formatter(LogFormatter(minor_thresholds=(1.5, 0.5)))
     axes.set_yticks(range(len(norms)), [_plain(slot) for slot in norms])
     axes.set(xlabel=f"norm of a token's state (log scale), percentiles {'; '.join(sorted(names))}")
     axes.set_ylim(len(norms) - 0.4, -0.7)
@@ -207,7 +209,8 @@ def training_curves(metrics: Sequence[Mapping]) -> Chart:
     steps, speed, _ = _grouped([{**r, "speed": [r.get("tokens_per_second")]} for r in trained], "speed")
     if speed.size:
         panels[2].plot(steps, speed[:, 0], color=INK, linewidth=1, marker="o" if len(steps) == 1 else "")
-    panels[2].set(xlabel="optimizer step", ylabel="tokens/s", title="training speed", ylim=(0, None))
+    panels[2].set(xlabel="optimizer step", ylabel="tokens/s", title="training speed")
+    panels[2].set_ylim(0, 1.1 * np.nanmax(speed, initial=1))
     panels[2].yaxis.set_major_formatter(THOUSANDS)
     last = max(record["step"] for record in (*trained, *held_out))
     for axes in panels:
@@ -244,7 +247,7 @@ def acceptance_per_position(
     axes.set_xlim(0.6, len(per_position) + 0.4)
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     axes.yaxis.set_major_formatter(PercentFormatter(1, decimals=0))
-    return _legend(chart, axes)
+    return _legend(chart, axes) if len(axes.lines) > 1 else chart
 
 
 @_drawn
@@ -270,13 +273,14 @@ def acceptance_by_category(categories: Mapping[str, tuple]) -> Chart:
 def stages(statuses: Sequence[tuple[str, str]]) -> Chart:
     """The story as one picture: stages in order as boxes, the approval between 04 and 05 as a diamond.
 
-    `statuses` are (name, state) such as ("02_extract", "done"); the entry named "approval" is the diamond. An empty state
-    draws the story alone.
+    `statuses` are (name, state) such as ("02_extract", "done"); an entry ("approval", state) gives the diamond its state.
+    Empty states draw the story alone.
     """
+    if not any(name == "approval" for name, _ in statuses):
+        before = sum(name < "05" for name, _ in statuses)
+        statuses = [*statuses[:before], ("approval", ""), *statuses[before:]]
     chart, (axes,) = _chart(1, (11, 1.5))
     axes.set_axis_off()
-    if not statuses:
-        return _nothing(chart, axes, "no stages yet")
     for column, (name, state) in enumerate(statuses):
         word = state.split()[0].rstrip(",:;") if state.split() else ""
         edge = {"edgecolor": STATE_COLORS.get(word, INK), "facecolor": "none", "linewidth": 2}

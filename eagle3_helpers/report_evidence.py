@@ -103,12 +103,13 @@ class Evidence:
             return "to do", "no plan yet"
         if decision not in ("approved", "rejected"):
             return "waiting", "no decision on the plan"
-        who = f"by {approval.get('approver')} at {str(approval.get('time'))[:19]}: {approval.get('reason')}"
+        who = f"by {approval.get('approver')} at {when(approval.get('time'))}: {approval.get('reason')}"
         if approval.get("plan_sha256") != file_digest(self.folder / "plan.json"):
             return "void", f"another plan was {decision} {who}"
-        used = (
-            f"; launched at {str(approval['redeemed_at'])[:19]}"
-            if approval.get("redeemed_at")
-            else "; not launched yet"
-        )
+        used = f"; launched at {when(approval['redeemed_at'])}" if approval.get("redeemed_at") else "; not launched yet"
         return decision, who + (used if decision == "approved" else "")
+
+
+def when(time) -> str:
+    """An ISO time to the second, as a person reads it; empty for none."""
+    return str(time or "")[:19].replace("T", " ")

@@ -17,27 +17,14 @@ from matplotlib.figure import Figure
 
 from eagle3_helpers import plots
 from eagle3_helpers.display import Table, seconds_text
+from eagle3_helpers.draft.freeze import FreezeTable, Row
 from eagle3_helpers.gate.plan import parse_plan
-from eagle3_helpers.report_evidence import STORY, Evidence
+from eagle3_helpers.report_evidence import STORY, Evidence, when
 from eagle3_helpers.samples.accounting import accounting_table
 
 RECOVER, EXTRACT, VERIFY, INSPECT, _, EVALUATE = STORY
 EVENTS_SHOWN = 40
 LONGEST_CELL = 600  # characters of a list or a text in a table
-ENVELOPE = (
-    "stage",
-    "run_id",
-    "started",
-    "ended",
-    "host",
-    "user",
-    "commit",
-    "versions",
-    "inputs",
-    "outputs",
-    "checks",
-    "digest",
-)
 EVENT_ENVELOPE = ("time", "kind", "stage", "attempt", "pid", "host", "pid_started")
 
 
@@ -83,55 +70,60 @@ def _stages(evidence: Evidence) -> Iterator[dict]:
         checks = receipt.get("checks", [])
         attempts = [e for e in evidence.events if e.get("kind") == "stage started" and e.get("stage") == stage]
         passed = f"{sum(bool(check['ok']) for check in checks)} of {len(checks)} OK" if receipt else ""
-        times = [_when(receipt.get("started")), _duration(receipt)]
+        times = [when(receipt.get("started")), _duration(receipt)]
         rows.append([stage, state, why, *times, len(attempts), passed])
         if stage == INSPECT:
-            rows.append(["approval", *evidence.gate(), _when(evidence.approval.get("time")), "", "", ""])
+            rows.append(["approval", *evidence.gate(), when(evidence.approval.get("time")), "", "", ""])
     yield _table(["stage", "state", "why", "started (UTC)", "took", "attempts", "checks"], rows)
 
 
 def _recovery(evidence: Evidence) -> Iterator[dict]:
-    found, redone = _receipts(evidence, RECOVER, EXTRACT)
-    if {"survived", "quarantined"} <= set(found):
-        text = (
-            f"{found['survived']:,} samples had survived, damaged files moved to quarantine: {found['quarantined']:,}"
-        )
-        yield _text(
-            f"{text}, extracted after that: {redone['stored_now']:,}." if "stored_now" in redone else f"{text}."
-        )
-    for stage, receipt, did in ((RECOVER, found, "found"), (EXTRACT, redone, "done")):
-        if receipt:
-            results = {name: value for name, value in receipt.items() if name not in (*ENVELOPE, "vocab_coverage")}
-            yield _facts(results, f"{did} by {stage}")
-            yield _checks(receipt.get("checks", []), f"checks of {stage}")
-        else:
-            yield _text(f"{stage}: not done yet", "later")
+    found, redone = (evidence.receipts.get(stage, {}) for stage in (RECOVER, EXTRACT))
+    before = evidence.json("recovery.json")
+    if not found and not redone:
+        raise Absent(f"receipts/{RECOVER}.json", f"receipts/{EXTRACT}.json")
+    if found:
+        cut_off = ", ".join(found["interrupted"]) or "none"
+        put_right = f"{found['quarantined']:,} files moved to quarantine, {found['adopted']:,} adopted"
+        yield _text(f"Attempts cut off by a crash: {cut_off}. {found['survived']:,} samples had survived; {put_right}.")
+        yield _records(before.get("findings", []), "found damaged or unlisted")
+        yield _records(before.get("checkpoints", []), "checkpoints found")
+        yield _checks(found["checks"], f"checks of {RECOVER}")
+    else:
+        yield _text(f"{RECOVER}: not done yet", "later")
+    if redone:
+        yield _text(f"Already stored: {redone['stored_before']:,} samples. Extracted then: {redone['stored_now']:,}.")
+        yield _facts(redone.get("captured", {}), "the extraction")
+        yield _checks(redone["checks"], f"checks of {EXTRACT}")
+    else:
+        yield _text(f"{EXTRACT}: not done yet", "later")
     failed = [event for event in evidence.events if event.get("kind") == "stage failed"]
-    rows = [[_when(event.get("time")), event.get("attempt"), event.get("error")] for event in failed]
+    rows = [[when(event.get("time")), event.get("attempt"), event.get("error")] for event in failed]
     yield _table(["time (UTC)", "attempt", "error"], rows, "attempts that ended without a receipt")
 
 
 def _data(evidence: Evidence) -> Iterator[dict]:
-    pointer = evidence.json("samples.json")
+    pointer, receipt = evidence.json("samples.json"), evidence.receipts.get(EXTRACT, {})
     if not pointer:
         raise Absent("samples.json")
     folder = evidence.folder / pointer["folder"]  # an absolute path stays itself
-    account = evidence.json(str(folder / "accounting.json")).get("accounting")
+    account = receipt.get("samples") or evidence.json(str(folder / "accounting.json")).get("accounting")
     lengths = [sample["n_tokens"] for sample in evidence.lines(str(folder / "samples.jsonl"))]
     if not account or not lengths:
         yield _text(f"the sample table {folder} is not on this machine, or damaged", "later")
     if account:
-        rejected, terms = sum(account["rejected"].values()), ("read", "accepted", "duplicates")
-        read, accepted, duplicates = (account[name] for name in terms)
+        read, accepted, duplicates = (account[name] for name in ("read", "accepted", "duplicates"))
+        rejected = sum(account["rejected"].values())
         equation = f"read {read:,} = accepted {accepted:,} + rejected {rejected:,} + duplicates {duplicates:,}"
         yield _verdict(read == accepted + rejected + duplicates, equation)
         yield {"table": accounting_table(account, "")}
     if lengths:
         chart = plots.sequence_lengths(lengths, evidence.run.params.samples.max_length)
         yield _figure(chart, f"Tokens per sample: {len(lengths):,} samples, {sum(lengths):,} tokens")
-    coverage = evidence.receipts.get(EXTRACT, {}).get("vocab_coverage")
-    if coverage:
-        yield _figure(plots.vocab_coverage(**coverage), "Coverage of the draft vocabulary")
+    if receipt:
+        size = evidence.run.params.draft.vocab_size
+        said = f"{receipt['supervised']:,} of {receipt['tokens']:,} tokens are supervised"
+        yield _text(f"{said}; the draft vocabulary of {size:,} covers {receipt['coverage']:.2%} of them.")
 
 
 def _verification(evidence: Evidence) -> Iterator[dict]:
@@ -156,15 +148,14 @@ def _verification(evidence: Evidence) -> Iterator[dict]:
 
 
 def _freeze(evidence: Evidence) -> Iterator[dict]:
-    table = evidence.json("freeze_table.json")
-    if not table:
+    saved = evidence.json("freeze_table.json")
+    if not saved:
         raise Absent("freeze_table.json")
-    for name, value in table.items():
-        if isinstance(value, list) and value and isinstance(value[0], dict):
-            yield _records(value, name)
-        elif isinstance(value, dict):
-            yield _facts(value, name)
-    yield _facts({name: value for name, value in table.items() if not isinstance(value, dict | list)})
+    table = FreezeTable([Row(**row) for row in saved["rows"]])
+    yield _text(f"{table.summary}.")
+    yield {"table": table.table()}
+    receipt = evidence.receipts.get(INSPECT, {})
+    yield _checks(receipt.get("checks", []), f"checks of {INSPECT}")
 
 
 def _plan(evidence: Evidence) -> Iterator[dict]:
@@ -255,7 +246,7 @@ def _events(evidence: Evidence) -> Iterator[dict]:
     rows = []
     for event in evidence.events[-EVENTS_SHOWN:]:
         said = ", ".join(f"{name}: {_short(value)}" for name, value in event.items() if name not in EVENT_ENVELOPE)
-        rows.append([_when(event.get("time")), event.get("kind"), event.get("attempt") or event.get("stage"), said])
+        rows.append([when(event.get("time")), event.get("kind"), event.get("attempt") or event.get("stage"), said])
     caption = f"the last {len(rows):,} of {len(evidence.events):,}"
     yield _table(["time (UTC)", "event", "attempt", "with"], rows, caption)
 
@@ -272,14 +263,6 @@ SECTIONS = {
     "Environment and lineage": _lineage,
     "Last events": _events,
 }
-
-
-def _receipts(evidence: Evidence, *stages: str) -> list[dict]:
-    """The receipts, empty where there is none. Raises Absent where there is none at all."""
-    receipts = [evidence.receipts.get(stage, {}) for stage in stages]
-    if not any(receipts):
-        raise Absent(*(f"receipts/{stage}.json" for stage in stages))
-    return receipts
 
 
 def _lossless(summary: dict) -> dict:
@@ -339,12 +322,10 @@ def _short(value):
     """Numbers as they are (the table writes them); texts and lists no longer than a cell should be."""
     if value is None or isinstance(value, bool | int | float):
         return value
+    if isinstance(value, list) and all(isinstance(number, float) for number in value):
+        value = ", ".join(f"{number:.4g}" for number in value) or "none"
     text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
     return text if len(text) <= LONGEST_CELL else f"{text[:LONGEST_CELL]} ... ({len(text):,} characters)"
-
-
-def _when(time) -> str:
-    return str(time or "")[:19].replace("T", " ")
 
 
 def _duration(receipt: dict) -> str:

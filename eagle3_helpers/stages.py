@@ -14,10 +14,11 @@ from pathlib import Path
 import psutil
 
 from eagle3_helpers.display import Checks, Table
-from eagle3_helpers.durable import digest, file_digest, read_json
-from eagle3_helpers.errors import StageFailed
+from eagle3_helpers.durable import digest, file_digest, read_json, write_json
+from eagle3_helpers.errors import CheckRefused, StageFailed
 from eagle3_helpers.params import resolve
 from eagle3_helpers.runs import Run, now, open_run
+from eagle3_helpers.samples.table import SampleTable, load_samples
 from eagle3_helpers.states.manifest import manifest_digest
 from eagle3_helpers.states.store import Store
 from eagle3_helpers.target import Target
@@ -189,6 +190,33 @@ class Attempt:
     def _repr_html_(self) -> str:
         lines = [html.escape(line) for line in repr(self).splitlines()]
         return f"<b>{lines[0]}</b><br>{'<br>'.join(lines[1:])}"
+
+    @property
+    def samples(self) -> SampleTable | None:
+        """The sample table that stage 02 of this run points to; None before that."""
+        pointer = read_json(self.run.folder / "samples.json")
+        return load_samples(Path(pointer["folder"])) if pointer else None
+
+    @property
+    def store(self) -> Store | None:
+        """The hidden-state store; None where nothing was ever stored."""
+        folder = self.params.store_folder
+        return Store.open(folder) if (folder / "store.json").exists() else None
+
+    def need(self, *names: str) -> None:
+        """Raises CheckRefused unless the stages `names` are done, saying which to run."""
+        states = [stage_state(self.run, stage_named(name)) for name in names]
+        undone = [state for state in states if not state.done]
+        if undone:
+            raise CheckRefused(
+                "; ".join(f"{state.name} is {state.state} ({state.reason})" for state in undone) + ".",
+                f"Run {undone[0].name} first.",
+            )
+
+    def write(self, name: str, value) -> None:
+        """Writes a JSON output of this stage into the run folder; where the stage is done already, the file stands."""
+        if not self.before.done:
+            write_json(self.run.folder / name, value)
 
     def close(self, error: str) -> None:
         """Notes that this attempt ended without a receipt. A crash leaves no such line: that is how recover sees one."""

@@ -210,14 +210,23 @@ class Target:
         return self.tensor(FINAL_NORM_NAMES)
 
     def load_model(self, dtype: str, device: str):
-        """The whole target with its head, for generation and verification."""
+        """The whole target with its head, for capture, generation and verification.
+
+        Raises CheckRefused where the files lack a weight (transformers would fill it with random numbers and go on).
+        """
         from transformers import AutoModelForCausalLM
 
         self.require()
-        model = AutoModelForCausalLM.from_pretrained(
+        model, loaded = AutoModelForCausalLM.from_pretrained(
             self.folder,
             dtype=getattr(torch, dtype),
             local_files_only=True,
             trust_remote_code=self.params.trust_remote_code,
+            output_loading_info=True,
         )
+        if missing := sorted(loaded["missing_keys"]):
+            raise CheckRefused(
+                f"{self.folder} lacks {len(missing)} weights of this architecture, e.g. {', '.join(missing[:3])}.",
+                "Complete the model folder; a target with random layers has no states worth keeping.",
+            )
         return model.to(device).eval()

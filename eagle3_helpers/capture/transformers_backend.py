@@ -38,7 +38,8 @@ def capture(params: Params, target: Target, store: Store, table, pending: list[s
     Raises CheckRefused from the writer (full disk), StageFailed where the target does not answer with the states of all layers.
     """
     rejected: list[dict] = []
-    model = _load(params, target) if pending else None
+    # the head is left out: it would give [tokens, vocabulary] logits that nobody reads
+    model = target.load_model(params.target.dtype, params.capture.device).base_model if pending else None
     with (
         Progress("capture", len(pending), "samples") as progress,
         StateWriter(store, params.store.writers, params.store.reserve_gb * 1e9) as writer,
@@ -78,18 +79,6 @@ def batches(pending: list[str], table, batch_tokens: int) -> list[list[str]]:
             found.append([sample_id])
             longest = int(table.lengths[table.row(sample_id)])
     return found
-
-
-def _load(params: Params, target: Target) -> torch.nn.Module:
-    """The target without its head."""
-    target.require()
-    model = transformers.AutoModel.from_pretrained(
-        target.folder,
-        dtype=target.torch_dtype,
-        local_files_only=True,
-        trust_remote_code=params.target.trust_remote_code,
-    )
-    return model.to(params.capture.device).eval()
 
 
 @torch.inference_mode()

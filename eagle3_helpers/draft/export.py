@@ -12,13 +12,14 @@ config keys with what that loader reads, and `load_exported` takes nothing less.
 """
 
 import json
+import math
 import os
 import re
 import shutil
 from pathlib import Path
 
 import torch
-from safetensors import SafetensorError, safe_open
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
 from eagle3_helpers.display import Checks
@@ -89,8 +90,10 @@ def export_sglang(
     if writing.exists():  # half an export that a crash left; this name is nobody else's
         shutil.rmtree(writing)
     writing.mkdir()
-    write_json(writing / "config.json", served_config(config, target))
-    save_file(tensors, writing / "model.safetensors", metadata={"format": "pt", "coverage": repr(draft_vocab.coverage)})
+    # Coverage stands here and not in the tensors' metadata: of two keys there, safetensors writes either first.
+    coverage = {} if math.isnan(draft_vocab.coverage) else {"draft_vocab_coverage": draft_vocab.coverage}
+    write_json(writing / "config.json", {**served_config(config, target), **coverage})
+    save_file(tensors, writing / "model.safetensors", metadata={"format": "pt"})
     with open(writing / "model.safetensors", "rb") as file:
         os.fsync(file.fileno())
     sync_folder(writing)
@@ -135,10 +138,9 @@ def load_exported(folder: Path, target: Target) -> tuple[Draft, DraftVocab]:
         rope_parameters=rope_parameters(values),
         boundaries=[layer + 1 for layer in values["eagle_config"]["eagle_aux_hidden_state_layer_ids"]],
     )
-    with safe_open(folder / "model.safetensors", "pt") as file:
-        coverage = float(file.metadata().get("coverage", "nan"))
-        tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (not a dict)
-    vocab = DraftVocab(tensors.pop("d2t"), tensors.pop("t2d"), coverage)
+    tensors = load_file(folder / "model.safetensors")
+    coverage = values.get("draft_vocab_coverage")
+    vocab = DraftVocab(tensors.pop("d2t"), tensors.pop("t2d"), float("nan") if coverage is None else coverage)
     return Draft(config).load_weights(tensors, target.embedding()), vocab
 
 

@@ -13,7 +13,8 @@ Slots and positions: prompts are padded on the left and every prompt of a batch 
 that accept different numbers stay in one batch. Rejected slots remain, masked out by `valid`. Target slot of x_t and
 draft slot of row t coincide, so one `valid` serves both caches; positions are true positions, not slots.
 
-Shapes: B prompts still running, P padded prompt length, K draft tokens, Q new slots, S slots, H hidden, D draft vocabulary.
+Shapes: B prompts still running, P padded prompt length, K draft tokens, Q new slots, S slots, H hidden,
+D draft vocabulary, E head width.
 """
 
 import dataclasses
@@ -93,18 +94,19 @@ def decode(
             valid, positions, known, fed, aux, newest = (
                 tensor[chosen_rows] for tensor in (valid, positions, known, fed, aux, newest)
             )
-        row = torch.arange(len(running), device=model.device)
 
         # Draft extend: the rows that the target's states made true; the newest of them drafts the first token.
-        hidden, draft_cache = _draft_forward(draft, fed, draft.fuse(aux), positions, valid, draft_cache)
-        hidden, position = hidden[row, newest][:, None], positions[row, newest][:, None]  # [B, 1, H], [B, 1]
-        block = [known]
+        hidden, draft_cache = _draft_forward(draft, fed, draft.fuse(aux), positions, newest, valid, draft_cache)
+        position = _pick(positions, newest)  # [B, 1]; hidden is [B, 1, H]
+        block, only = [known], torch.zeros_like(newest)
         scratch, scratch_valid = draft_cache, valid
         for step in range(1, K + 1):
             block.append(to_target[draft.logits(hidden).argmax(-1)])  # [B, 1]
             if step < K:
-                scratch_valid = torch.cat([scratch_valid, scratch_valid.new_ones(len(running), 1)], 1)
-                hidden, scratch = _draft_forward(draft, block[-1], hidden, position + step, scratch_valid, scratch)
+                scratch_valid = torch.cat([scratch_valid, valid.new_ones(len(running), 1)], 1)
+                hidden, scratch = _draft_forward(
+                    draft, block[-1], hidden, position + step, only, scratch_valid, scratch
+                )
         block = torch.cat(block, 1)  # [B, K+1]: x_T and the drafted x_{T+1}..x_{T+K}
 
         # Verification: one forward of the target; choice[:, j] is its own token after block[:, :j+1].
@@ -116,7 +118,7 @@ def decode(
         valid[:, -K - 1 :] = torch.arange(K + 1, device=model.device) <= newest[:, None]
 
         # What is known now: x_{T+1}.. are choice[:, :newest+1]; the last of them is the new x_T.
-        known, fed = choice[row, newest][:, None], choice
+        known, fed = _pick(choice, newest), choice
         aux = torch.cat([output.hidden_states[k] for k in boundaries], -1)
         for number, accepted, tokens in zip(running, newest.tolist(), choice.tolist(), strict=True):
             answers[number].steps += 1
@@ -139,21 +141,25 @@ def _target_forward(model, ids, positions, valid, cache, **options):
     return output
 
 
-def _draft_forward(draft, ids, hidden, positions, valid, cache):
-    """Runs the draft over Q new rows: ids [B, Q], hidden [B, Q, H], valid [B, S] with the new rows last.
+def _draft_forward(draft, ids, hidden, positions, newest, valid, cache):
+    """Adds Q rows to the draft's cache and runs its layer for one of them, the newest.
 
-    Returns the rows' pre-norm states [B, Q, H] and the longer cache: keys and values, each [B, key heads, S, head width].
+    ids and positions [B, Q], hidden [B, Q, H], newest [B] in 0..Q-1, valid [B, S] with the new rows last. Keys and values
+    of a single layer hang on no attention, so the other rows need neither queries nor MLP; nor is a causal mask needed.
+    Returns the newest row's pre-norm state [B, 1, H] and the longer cache: keys and values, each [B, key heads, S, E].
     """
-    query, key, value = (heads.transpose(1, 2) for heads in draft.qkv(draft.embed(ids), hidden, positions))
+    inputs = draft.layer_input(draft.embed(ids), hidden)
+    key, value = (heads.transpose(1, 2) for heads in draft.keys_values(inputs, positions))
     if cache is not None:
         key, value = torch.cat([cache[0], key], 2), torch.cat([cache[1], value], 2)
-    slots, new = valid.shape[1], ids.shape[1]
-    slot = torch.arange(slots, device=valid.device)
-    own = slot[-new:, None]  # [Q, 1]
-    # A padded or rejected row sees itself: it is never read, but a softmax over nothing would make NaN of it.
-    sees = (valid[:, None, None, :] & (slot <= own)) | (slot == own)  # [B, 1, Q, S]
-    attended = scaled_dot_product_attention(query, key, value, attn_mask=sees, enable_gqa=True)
-    return draft.finish(hidden, attended.transpose(1, 2).flatten(2)), (key, value)
+    query = draft.queries(_pick(inputs, newest), _pick(positions, newest)).transpose(1, 2)
+    attended = scaled_dot_product_attention(query, key, value, attn_mask=valid[:, None, None], enable_gqa=True)
+    return draft.finish(_pick(hidden, newest), attended.transpose(1, 2).flatten(2)), (key, value)
+
+
+def _pick(tensor: torch.Tensor, place: torch.Tensor) -> torch.Tensor:
+    """[B, Q, ...] at place [B] -> [B, 1, ...]"""
+    return tensor[torch.arange(len(tensor), device=tensor.device), place][:, None]
 
 
 def left_padded(prompts: list, device) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:

@@ -8,6 +8,7 @@ import math
 import shutil
 from pathlib import Path
 
+from eagle3_helpers.draft.model import EMBEDDING
 from eagle3_helpers.errors import BadParams
 from eagle3_helpers.params import GateParams
 
@@ -29,9 +30,14 @@ def estimate(gate: GateParams, optimizer_steps: int, gpus: int, warmup: dict) ->
     }
 
 
-def checkpoint_bytes(trainable: int, frozen: int, kept: int) -> int:
-    """All kept checkpoints and the one being written before the oldest goes: float32 weights, two moments of what trains."""
-    return (4 * frozen + 12 * trainable) * (kept + 1)
+def checkpoint_bytes(freeze_table: dict, kept: int) -> int:
+    """All kept checkpoints, the best one, and the one being written before the oldest goes.
+
+    Each holds float32 weights without the embedding (it is the target's), and two float32 moments of what trains.
+    """
+    rows = [row for row in freeze_table["rows"] if row["tensor"] != EMBEDDING]
+    one = sum((12 if row["trainable"] else 4) * row["count"] for row in rows)
+    return one * (kept + 2)
 
 
 def free_bytes(folder: Path) -> int:

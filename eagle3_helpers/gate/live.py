@@ -4,6 +4,7 @@ import os
 from pathlib import Path
 
 from eagle3_helpers.display import Checks, bytes_text
+from eagle3_helpers.durable import file_digest
 from eagle3_helpers.errors import CheckRefused
 from eagle3_helpers.gate.cost import free_bytes
 from eagle3_helpers.gate.plan import Plan
@@ -33,18 +34,24 @@ def live_checks(run: Run, plan: Plan) -> Checks:
 
 
 def _same_data(checks: Checks, plan: Plan) -> None:
-    planned = plan.values["spec"]["manifest_digest"]
-    try:
-        there = manifest_digest(Store.open(Path(plan.values["spec"]["store"])))
-    except CheckRefused as refusal:
-        there = refusal.what
-    checks.add(
-        "same data",
-        there == planned,
-        f"manifest {there[:12]}" if len(there) == len(planned) else there,
-        f"manifest {planned[:12]}",
-        "Run 03_verify and 04_inspect_freeze again, then approve the new plan.",
-    )
+    spec = plan.values["spec"]
+    for name, found, planned in (
+        ("states", lambda: manifest_digest(Store.open(Path(spec["store"]))), spec["manifest_digest"]),
+        ("samples", lambda: file_digest(Path(spec["samples"]) / "samples.safetensors"), spec["samples_digest"]),
+        ("draft vocabulary", lambda: file_digest(Path(spec["draft_vocab"])), spec["draft_vocab_digest"]),
+    ):
+        try:
+            there = found()
+            shown = there[:12]
+        except (CheckRefused, OSError) as error:
+            there, shown = None, str(error)
+        checks.add(
+            f"{name} as planned",
+            there == planned,
+            shown,
+            planned[:12],
+            "Run 03_verify and 04_inspect_freeze again, then approve the new plan.",
+        )
 
 
 def _room(checks: Checks, plan: Plan) -> None:

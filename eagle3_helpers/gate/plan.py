@@ -12,22 +12,18 @@ import sys
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Annotated, Literal
-
-from pydantic import Field
 
 from eagle3_helpers.display import Table, bytes_text, seconds_text
 from eagle3_helpers.durable import canonical_json, digest, write_bytes
 from eagle3_helpers.errors import CheckRefused
+from eagle3_helpers.gate.contents import Contents
 from eagle3_helpers.gate.cost import checkpoint_bytes, estimate, free_bytes
-from eagle3_helpers.params import Name, Section
 from eagle3_helpers.recover.gpus import describe_gpus
 from eagle3_helpers.recover.processes import training_locked
 from eagle3_helpers.runs import Run, code_commit, now, versions
 from eagle3_helpers.states.manifest import manifest_digest, read_manifest
 from eagle3_helpers.states.store import Store
 
-NotNegative = Annotated[float, Field(ge=0)]
 ENVIRONMENT = (  # what the trainer takes from it; a plan names those that are set, never their values
     "CUBLAS_WORKSPACE_CONFIG",
     "CUDA_DEVICE_ORDER",
@@ -40,36 +36,6 @@ ENVIRONMENT = (  # what the trainer takes from it; a plan names those that are s
     "PYTORCH_CUDA_ALLOC_CONF",
 )
 INFORMATION = ("created", "estimate", "disk.free")  # fields that alone make no new plan
-
-
-class Estimate(Section):
-    seconds: NotNegative
-    hours: NotNegative
-    gpu_hours: NotNegative  # 0 on the CPU
-    kwh: NotNegative
-    cost: NotNegative
-    warmup: dict = Field(alias="from")
-
-
-class Contents(Section):
-    """plan.json, field by field."""
-
-    run_id: Name
-    argv: list[str]  # what the launch executes
-    environment: list[str]  # names of variables that the trainer takes notice of, as far as they are set
-    device: Literal["cpu", "cuda"]
-    gpus: list[str]  # UUIDs; none on the CPU
-    code: dict  # commit, dirty
-    versions: dict[str, str]
-    data: dict  # capture_record (digest); samples, tokens, bytes of the store
-    freeze_table: dict  # digest, trainable, frozen
-    spec: dict  # the TrainingSpec: all that the trainer reads
-    estimate: Estimate
-    disk: dict  # needed, free (bytes)
-    checkpoints: str
-    stop_rules: list[str]
-    undo: str
-    created: str
 
 
 @dataclass(frozen=True)
@@ -135,7 +101,7 @@ def approvals_folder(run: Run) -> Path:
 def build_plan(run: Run, spec: dict, freeze_table: dict, draft_config: dict, warmup: dict) -> Plan:
     """The plan of a training run; nothing is written.
 
-    spec: a TrainingSpec as plain values. freeze_table: as saved, with `trainable` and `frozen` parameter counts.
+    spec: a TrainingSpec as plain values. freeze_table: FreezeTable.to_dict().
     warmup: numbers of the timed warm-up, of which `seconds_per_step` (s per optimizer step) makes the estimate.
     Raises CheckRefused where spec and draft_config disagree, the store changed, or no GPU is visible; BadParams for a
     warm-up without a time.
@@ -144,41 +110,39 @@ def build_plan(run: Run, spec: dict, freeze_table: dict, draft_config: dict, war
         raise CheckRefused(
             "the training spec describes another draft than the freeze table.", "Run 04_inspect_freeze again."
         )
-    device = run.params.training.device
-    gpus = _gpus(run) if device == "cuda" else []
-    trainable, frozen = freeze_table["trainable"], freeze_table["frozen"]
-    checkpoints = run.folder / "training" / "checkpoints"
-    return Plan(
-        {
-            "run_id": run.id,
-            "argv": [sys.executable, "-m", "eagle3_helpers.training.loop", str(plan_file(run))],
-            "environment": [name for name in ENVIRONMENT if name in os.environ],
-            "device": device,
-            "gpus": gpus,
-            "code": code_commit(),
-            "versions": versions(),
-            "data": _data(spec),
-            "freeze_table": {
-                "digest": digest(freeze_table),
-                "trainable": trainable,
-                "frozen": frozen,
-            },
-            "spec": spec,
-            "estimate": estimate(run.params.gate, spec["optimizer_steps"], len(gpus), warmup),
-            "disk": {
-                "needed": checkpoint_bytes(trainable, frozen, run.params.training.keep_checkpoints),
-                "free": free_bytes(checkpoints),
-            },
-            "checkpoints": str(checkpoints),
-            "stop_rules": [
-                f"more than {run.params.training.max_skips} optimizer steps with a NaN or inf in loss or gradient",
-                "the disk has no room for a checkpoint",
-                f"`eagle3-runbook stop --run {run.id}` or SIGTERM: a checkpoint first, then the end",
-            ],
-            "undo": "Nothing outside the training folder changes; to undo, stop the trainer and move that folder away.",
-            "created": now(),
-        }
-    )
+    training = spec["training"]
+    gpus = _gpus(run) if training["device"] == "cuda" else []
+    checkpoints = Path(spec["folder"]) / "checkpoints"
+    values = {
+        "run_id": run.id,
+        "argv": [sys.executable, "-m", "eagle3_helpers.training.loop", str(plan_file(run))],
+        "environment": [name for name in ENVIRONMENT if name in os.environ],
+        "device": training["device"],
+        "gpus": gpus,
+        "code": code_commit(),
+        "versions": versions(),
+        "data": _data(spec),
+        "freeze_table": {
+            "digest": digest(freeze_table),
+            "trainable": freeze_table["trainable"],
+            "frozen": freeze_table["frozen"],
+        },
+        "spec": spec,
+        "estimate": estimate(run.params.gate, spec["optimizer_steps"], len(gpus), warmup),
+        "disk": {
+            "needed": checkpoint_bytes(freeze_table, training["keep_checkpoints"]),
+            "free": free_bytes(checkpoints),
+        },
+        "checkpoints": str(checkpoints),
+        "stop_rules": [
+            f"more than {training['max_skips']} optimizer steps with a NaN or inf in loss or gradient",
+            "the disk has no room for a checkpoint",
+            f"`eagle3-runbook stop --run {run.id}` or SIGTERM: a checkpoint first, then the end",
+        ],
+        "undo": "Nothing outside the training folder changes; to undo, stop the trainer and move that folder away.",
+        "created": now(),
+    }
+    return Plan(json.loads(canonical_json(values)))  # as it will be read back: lists, not tuples
 
 
 def write_plan(run: Run, plan: Plan) -> Plan:

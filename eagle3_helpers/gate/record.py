@@ -12,10 +12,10 @@ import json
 import socket
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Literal
 
 from filelock import FileLock
-from pydantic import AwareDatetime, ValidationError
+from pydantic import AfterValidator, AwareDatetime, ValidationError
 
 from eagle3_helpers import durable
 from eagle3_helpers.errors import NotApproved
@@ -25,6 +25,15 @@ from eagle3_helpers.runs import Run, now
 
 Decision = Literal["approved", "rejected"]
 Channel = Literal["widget", "command", "approve-as"]
+
+
+def _ticked(value: bool) -> bool:
+    if not value:
+        raise ValueError("it is not ticked")
+    return value
+
+
+Tick = Annotated[bool, AfterValidator(_ticked)]  # Literal[True] would let 1 pass
 OUTSIDE_DIGEST = ("digest", "redeemed_at")
 
 
@@ -39,7 +48,7 @@ class Approval(Section):
     expires: AwareDatetime
     channel: Channel
     plan_sha256: str
-    ticks: dict[str, Literal[True]]
+    ticks: dict[str, Tick]
     reason: str
     digest: str
     redeemed_at: AwareDatetime | None
@@ -122,7 +131,7 @@ def redeemed(run: Run, approval: Approval) -> datetime | None:
 
 def last_decided(run: Run) -> str | None:
     """Digest of the plan that was decided on last, by the log."""
-    lines = [line for line in durable.read_lines(_log(run)) if line["decision"] in ("approved", "rejected")]
+    lines = [line for line in durable.read_lines(_log(run)) if line.get("decision") in ("approved", "rejected")]
     return lines[-1]["plan_sha256"] if lines else None
 
 

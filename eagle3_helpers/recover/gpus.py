@@ -8,6 +8,7 @@ Verdicts: "free", "ours" (only processes of this run hold it), "foreign", "occup
 Nothing is changed or stopped here.
 """
 
+import html
 import os
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -108,7 +109,9 @@ class Gpus:
         return "\n".join([*([repr(self.table())] if self.gpus else []), *([self.sentence] if self.sentence else [])])
 
     def _repr_html_(self) -> str:
-        return (self.table()._repr_html_() if self.gpus else "") + (f"<p>{self.sentence}</p>" if self.sentence else "")
+        return (self.table()._repr_html_() if self.gpus else "") + (
+            f"<p>{html.escape(self.sentence)}</p>" if self.sentence else ""
+        )
 
 
 def describe_gpus(run: Run | None = None) -> Gpus:

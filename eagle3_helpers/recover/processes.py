@@ -68,10 +68,10 @@ def safe_command(cmdline: tuple[str, ...] | list[str]) -> str:
 def trainers(run: Run) -> list[Identity]:
     """The run's trainer, if it is still the process that training/process.json describes."""
     noted = read_json(run.folder / "training" / "process.json")
-    if not isinstance(noted, dict):
-        return []
-    found = identify(noted.get("pid"))
-    return [found] if found and abs(found.created - noted.get("created", 0)) < 0.01 else []
+    if not isinstance(noted, dict) or not noted.get("pid") or not noted.get("created"):
+        return []  # none, or a launch that was cut short before there was a process
+    found = identify(noted["pid"])
+    return [found] if found and abs(found.created - noted["created"]) < 0.01 else []
 
 
 def kernels() -> list[Identity]:

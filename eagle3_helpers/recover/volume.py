@@ -78,6 +78,13 @@ def check_volumes(run: Run) -> Checks:
     checks = Checks("volumes")
     for volume in volumes(run):
         checks.add(
+            f"{volume.name} is there",
+            volume.there == volume.resolved,
+            f"{volume.resolved} does not exist" if volume.there != volume.resolved else str(volume.resolved),
+            "a folder",
+            "Mount the volume, or make that folder (store.data_root).",
+        )
+        checks.add(
             f"{volume.name} can be written",
             not volume.write_error,
             volume.write_error or str(volume.there),

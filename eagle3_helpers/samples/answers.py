@@ -23,8 +23,8 @@ from pathlib import Path
 import torch
 
 from eagle3_helpers.durable import append_lines, file_digest, read_json, read_lines, write_json
-from eagle3_helpers.errors import CheckRefused
-from eagle3_helpers.params import Params
+from eagle3_helpers.errors import BadParams, CheckRefused
+from eagle3_helpers.params import Params, resolve
 from eagle3_helpers.progress import Progress
 from eagle3_helpers.samples.conversations import Conversation, Rejection, is_rejected_line, read_conversations
 from eagle3_helpers.samples.masks import TEMPLATE_ERRORS, TEMPLATE_REFUSED, prompt_ids
@@ -41,6 +41,18 @@ OPENED_FENCE = re.compile(r"^```\w+\s*\Z", re.MULTILINE)  # a code block with no
 def needs_answers(path: Path) -> int:
     """Rows that end with a question. Raises BadParams where the file cannot be read."""
     return sum(isinstance(item, Conversation) and item.is_prompt for item in read_conversations(path))
+
+
+def answered(params: Params, target: Target, folder: Path) -> Path:
+    """The conversations of a run with every prompt answered: the data file itself, or one made in `folder` from it."""
+    source = resolve(params.samples.conversations)
+    if not source.is_file():
+        raise BadParams(f"samples.conversations {source} is not a file.", "Give an existing JSONL file.")
+    if not needs_answers(source):
+        return source
+    out = Path(folder) / "conversations.jsonl"
+    answer_prompts(params, target, source, out)
+    return out
 
 
 def answer_prompts(params: Params, target: Target, source: Path, out: Path, again: bool = False) -> dict:

@@ -125,7 +125,8 @@ def _examine(store: Store, table, manifest: dict[str, Entry], sample_id: str) ->
         path, size = str(store.state_file(sample_id)), listed.bytes
         state, entry = examine(store, sample_id, table.input_ids(sample_id), listed)
         blocks = _blocks(state, store.record)
-        _refuse_dead_rows(blocks, state.input_ids, store.record)
+        _refuse_dead_rows(blocks, store.record)
+        _refuse_equal_rows(blocks, state.input_ids, store.record)
         norms = torch.stack([torch.linalg.vector_norm(b, dim=1, dtype=torch.float32) for b in blocks], dim=1)
         rows = torch.linspace(0, len(norms) - 1, min(NORM_ROWS, len(norms))).long()
         return _Sound(len(norms), entry.bytes, norms.sum(dim=0, dtype=torch.float64), norms[rows])
@@ -138,20 +139,28 @@ def _blocks(state: State, record: CaptureRecord) -> list[torch.Tensor]:
     return [*state.aux.split(record.hidden_size, dim=1), state.last]
 
 
-def _refuse_dead_rows(blocks: list[torch.Tensor], input_ids: torch.Tensor, record: CaptureRecord) -> None:
-    """Raises Damage for rows that no layer computes: half of it or more exactly zero, all numbers equal, all rows equal.
+def _refuse_dead_rows(blocks: list[torch.Tensor], record: CaptureRecord) -> None:
+    """Raises Damage for rows that no layer computes: half of it or more exactly zero, or all numbers equal.
 
-    h_0 is let be: it is the embedding, where the row of a padding token may well be zero.
+    h_0 is let be: it is the embedding, where the row of a padding token may well be zero. Bit patterns are compared, in
+    numpy, because that runs at the speed of memory.
     """
     for slot, block in zip(record.slots, blocks, strict=True):
         if slot == "h_0":
             continue
-        zeros = block.shape[1] - block.count_nonzero(dim=1)
-        dead = (zeros * 2 >= block.shape[1]) | (block == block[:, :1]).all(dim=1)
+        bits, width = block.view(torch.int32 if block.itemsize == 4 else torch.int16).numpy(), block.shape[1]
+        dead = (bits == bits[:, :1]).all(axis=1)
+        if bits.size - np.count_nonzero(bits) >= width / 2:  # else no row can hold that many zeros
+            dead |= np.count_nonzero(bits, axis=1) <= width / 2
         if dead.any():
-            rows = dead.nonzero().flatten().tolist()
+            rows = np.flatnonzero(dead)
             raise Damage("dead rows", f"{slot} is zero or constant in {len(rows)} rows, first {rows[0]}")
-        if (input_ids != input_ids[0]).any() and (block == block[:1]).all():
+
+
+def _refuse_equal_rows(blocks: list[torch.Tensor], input_ids: torch.Tensor, record: CaptureRecord) -> None:
+    """Raises Damage for a block that says the same of every token though the tokens differ."""
+    for slot, block in zip(record.slots, blocks, strict=True):
+        if torch.equal(block[0], block[-1]) and (block == block[:1]).all() and (input_ids != input_ids[0]).any():
             raise Damage("dead rows", f"{slot} is the same for all {len(block)} tokens")
 
 

@@ -20,8 +20,9 @@ from pathlib import Path
 import torch
 from safetensors.torch import load_file, save
 
+from eagle3_helpers.draft.model import DraftConfig
 from eagle3_helpers.durable import digest, file_digest, read_json, sync_folder, write_bytes, write_json
-from eagle3_helpers.errors import StageFailed
+from eagle3_helpers.errors import CheckRefused, StageFailed
 
 NAME = re.compile(r"step-(\d{6,})")
 MARKER = "complete.json"
@@ -107,6 +108,22 @@ class Checkpoints:
         found = self.folder.iterdir() if self.folder.is_dir() else []
         named = [(NAME.fullmatch(path.name), path) for path in found if path.is_dir()]
         return [(int(match[1]), path) for match, path in named if match]
+
+
+def load_result(training_folder: Path) -> tuple[dict[str, torch.Tensor], DraftConfig]:
+    """Weights (float32, without the embedding) and config of the best checkpoint of a finished training.
+
+    Raises CheckRefused where there is no result, or its checkpoint is damaged.
+    """
+    result = read_json(Path(training_folder) / "result.json")
+    if not result:
+        raise CheckRefused(f"{training_folder} holds no result.json.", "Run 05_train to its end.")
+    folder = Path(training_folder) / result["checkpoint"]
+    wrong = damage(folder)
+    if wrong:
+        raise CheckRefused(f"checkpoint {folder} is damaged: {wrong}.", "Train again, or take a copy of that folder.")
+    chosen = Checkpoint(folder, result["step"], read_json(folder / "state.json"))
+    return chosen.weights(), DraftConfig.from_dict(chosen.state["spec"]["draft"])
 
 
 def damage(folder: Path) -> str:

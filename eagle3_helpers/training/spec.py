@@ -8,13 +8,15 @@ from pathlib import Path
 
 from pydantic import ValidationError
 
-from eagle3_helpers.draft.model import DraftConfig
+from eagle3_helpers.draft.model import Draft, DraftConfig
 from eagle3_helpers.durable import digest, file_digest
 from eagle3_helpers.errors import CheckRefused
 from eagle3_helpers.params import Params, Positive, Section, TargetParams, TrainingParams
 from eagle3_helpers.samples.table import SampleTable
+from eagle3_helpers.samples.vocab import DraftVocab
 from eagle3_helpers.states.manifest import manifest_digest
 from eagle3_helpers.states.store import Store
+from eagle3_helpers.target import Target
 from eagle3_helpers.training.batches import hold_out, steps_per_epoch
 
 
@@ -62,6 +64,11 @@ def make_spec(
         optimizer_steps=steps * training.epochs,
         held_out=held_out,
     )
+
+
+def untrained_draft(config: DraftConfig, target: Target, draft_vocab: DraftVocab, seed: int) -> Draft:
+    """The draft as it is before the first optimizer step, on the CPU: where training starts, and what it is compared with."""
+    return Draft(config).initialise(target, draft_vocab, seed)
 
 
 def read_spec(plan: dict) -> TrainingSpec:

@@ -63,9 +63,6 @@ class Exam:
     supervised: torch.Tensor  # [S, R] bool
     learned: torch.Tensor  # [S, R] bool
 
-    def entries(self, values: torch.Tensor, step: int, rows: torch.Tensor) -> torch.Tensor:
-        return values[rows + step]
-
 
 def set_exam(batch: Batch, teacher: Teacher, steps: int) -> Exam:
     """Moves the batch to the teacher's device and finds what is supervised and learned."""

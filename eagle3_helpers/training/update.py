@@ -11,6 +11,7 @@ import time
 import torch
 
 from eagle3_helpers.draft.model import Draft
+from eagle3_helpers.errors import StageFailed
 from eagle3_helpers.params import TrainingParams
 from eagle3_helpers.training.batches import Document, micro_batches
 from eagle3_helpers.training.step import Sums, Teacher, grade, row_weights, set_exam
@@ -65,7 +66,7 @@ class Learner:
         counts = torch.stack([exam.learned.sum(1) for exam in exams]).sum(0)
         sums, loss = Sums.zero(settings.ttt_steps), 0.0
         for exam in exams:
-            with self._autocast():
+            with self.autocast():
                 result = grade(self.draft, exam, self.teacher, row_weights(exam.learned, counts, settings.step_decay))
             if not result.total.isfinite():
                 return self._skip("loss", documents, result.not_finite)
@@ -98,12 +99,17 @@ class Learner:
 
     @torch.no_grad()
     def examine(self, documents: list[Document]) -> Sums:
-        """Losses and counts on documents that are not trained on."""
+        """Losses and counts on documents that are not trained on. Raises StageFailed naming those that give NaN or inf."""
         sums = Sums.zero(self.params.ttt_steps)
         for batch in micro_batches(documents, self.params.micro_batch_tokens):
             exam = set_exam(batch, self.teacher, self.params.ttt_steps)
-            with self._autocast():
+            with self.autocast():
                 result = grade(self.draft, exam, self.teacher, row_weights(exam.learned, exam.learned.sum(1), 1.0))
+            if result.not_finite:
+                raise StageFailed(
+                    f"NaN or inf on held-out samples {', '.join(result.not_finite[:8])}.",
+                    "Look at these samples' states (03_verify); if they are sound, lower training.lr.",
+                )
             sums += result.sums
         return sums
 
@@ -124,6 +130,6 @@ class Learner:
         names = suspects or [document.sample_id for document in documents]
         return Outcome(None, f"NaN or inf in the {what}", tuple(names))
 
-    def _autocast(self):
+    def autocast(self):
         enabled = self.params.compute_dtype == "bfloat16"
         return torch.autocast(self.teacher.device.type, torch.bfloat16, enabled=enabled)

@@ -94,19 +94,17 @@ def chain(tiny, draft, ids, count: int) -> list[int]:
 def test_a_draft_that_knows_the_answer_is_accepted_whole(tiny, monkeypatch):
     """Row t guesses x_{t+2}: a draft that looks it up by its row's position yields K+1 tokens a step."""
     draft, texts = tiny.make_draft(), [p + a + [0] * 8 for p, a in zip(tiny.prompts, tiny.answers, strict=True)]
-    qkv, seen = draft.qkv, {}
+    queries, row = draft.queries, {}
 
-    def look(embeds, hidden, positions):
-        seen["positions"] = positions
-        return qkv(embeds, hidden, positions)
+    def look(inputs, positions):
+        row["position"] = positions[:, 0].tolist()
+        return queries(inputs, positions)
 
-    def logits(hidden):  # the first channel is the row's position
-        rows = hidden[:, 0, 0].long().tolist()
-        right = [text[row + 2] for text, row in zip(texts, rows, strict=True)]
+    def logits(hidden):
+        right = [text[position + 2] for text, position in zip(texts, row["position"], strict=True)]
         return torch.nn.functional.one_hot(torch.tensor(right), 384)[:, None].float()
 
-    monkeypatch.setattr(draft, "qkv", look)
-    monkeypatch.setattr(draft, "finish", lambda hidden, _: seen["positions"][..., None].expand(hidden.shape).float())
+    monkeypatch.setattr(draft, "queries", look)
     monkeypatch.setattr(draft, "logits", logits)
     for answer, expected in zip(run(tiny, draft, answer_tokens=21, draft_tokens=4), tiny.answers, strict=True):
         assert answer.tokens == expected[:21]

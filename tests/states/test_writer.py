@@ -13,6 +13,7 @@ from eagle3_helpers.states.manifest import read_manifest
 from eagle3_helpers.states.quarantine import quarantine
 from eagle3_helpers.states.store import Store
 from eagle3_helpers.states.verify import verify_store
+from eagle3_helpers.states.writer import StateWriter
 from tests.states.conftest import make_record, make_state, make_table, put_all
 
 
@@ -44,9 +45,10 @@ def test_a_disk_that_fills_up_leaves_whole_files_and_the_rest_is_done_later(smal
     kept = files(store)
     assert 3 <= len(kept) < 10 and not any(name.startswith(TEMPORARY) for name in kept)
     inventory = take_inventory(store, table)
-    assert (len(inventory.ok), inventory.findings) == (len(kept), [])
+    assert len(inventory.ok) + inventory.counts["unlisted"] == len(kept) and len(inventory.ok) >= 3
     ballast.unlink()
     subprocess.run(["mount", "-o", "remount,size=2m", disk], check=True)
+    adopt(store, table, inventory.findings)  # another thread's line may have found the disk full after its file
     put_all(store, table, inventory.missing)
     assert verify_store(store, table).ok
     assert kept.items() <= files(store).items()
@@ -71,8 +73,6 @@ def test_a_volume_that_turns_read_only_stops_the_writer(small_disk, table):
 
 
 def test_a_failure_of_the_caller_leaves_what_was_put(store, table):
-    from eagle3_helpers.states.writer import StateWriter
-
     state = make_state(table, table.sample_ids[0])
     with pytest.raises(ZeroDivisionError), StateWriter(store, 1, 0) as writer:
         writer.put(table.sample_ids[0], state.input_ids, state.aux, state.last)

@@ -1,0 +1,194 @@
+"""The trainer on real files, partly as a real process that is stopped and killed at a known step."""
+
+import json
+import signal
+
+import pytest
+import torch
+from filelock import FileLock
+from safetensors.torch import load, save
+
+from eagle3_helpers.durable import file_digest, read_lines
+from eagle3_helpers.states.format import State, encode_state
+from eagle3_helpers.training.checkpoints import load_result
+
+STEPS = 10
+
+
+def losses(run) -> list[float]:
+    return [record["loss"] for record in run.metrics if "loss" in record]
+
+
+def events(run, kind: str) -> list[dict]:
+    return [event for event in read_lines(run.folder / "events.jsonl") if event["kind"] == kind]
+
+
+def assert_same_training(run, straight) -> None:
+    assert run.weights(STEPS) == straight.weights(STEPS)
+    assert run.moments(STEPS) == straight.moments(STEPS)
+    keep = ("step", "epoch", "loss", "loss_per_step", "accuracy_per_step", "lr", "grad_norm", "held_out")
+    assert [{k: v for k, v in m.items() if k in keep} for m in run.metrics] == [
+        {k: v for k, v in m.items() if k in keep} for m in straight.metrics
+    ]
+    assert run.result["draft_digest"] == straight.result["draft_digest"]
+    assert run.result["best_simulated_acceptance"] == straight.result["best_simulated_acceptance"]
+
+
+def test_a_run_does_the_planned_steps_learns_and_names_its_best_checkpoint(straight):
+    result = straight.result
+    assert straight.spec.optimizer_steps == STEPS
+    assert [record["step"] for record in straight.metrics if "loss" in record] == list(range(1, STEPS + 1))
+    assert losses(straight)[-1] < losses(straight)[0]
+    held_out = {record["step"]: record["held_out"] for record in straight.metrics if "held_out" in record}
+    assert sorted(held_out) == [4, 8, 10]
+    values = {step: numbers["simulated_acceptance_length"] for step, numbers in held_out.items()}
+    assert result["best_simulated_acceptance"] == max(values.values()) > 1
+    assert values[result["step"]] == result["best_simulated_acceptance"]
+    assert result["frozen_unchanged"] is True
+    assert result["plan_digest"] == file_digest(straight.plan_file)
+    folder = straight.folder / result["checkpoint"]
+    assert result["draft_digest"] == file_digest(folder / "draft.safetensors")
+    weights, config = load_result(straight.folder)
+    assert "embed_tokens.weight" not in weights and config.draft_vocab_size == 128
+    kept = {path.name for path in (straight.folder / "checkpoints").iterdir()}
+    assert kept == {"step-000009", "step-000010", folder.name}
+
+
+def test_a_finished_run_has_nothing_to_do(straight):
+    before = {path: path.stat().st_mtime_ns for path in straight.folder.rglob("*.safetensors")}
+    assert straight.train() == 0
+    assert {path: path.stat().st_mtime_ns for path in straight.folder.rglob("*.safetensors")} == before
+
+
+def test_sigterm_ends_with_a_checkpoint_and_the_resumed_run_equals_the_straight_one(tiny_run, straight):
+    run = tiny_run()
+    blocked = run.block(step=4)
+    process = run.start()
+    blocked.reached()
+    process.send_signal(signal.SIGTERM)
+    blocked.restore()
+    output, _ = process.communicate(timeout=60)
+    assert process.returncode == 143, output
+    stopped_at = run.metrics[-1]["step"]
+    assert stopped_at in (4, 5)  # the signal came before or in the step that the pipe held up
+    assert (run.folder / "checkpoints" / f"step-{stopped_at:06d}" / "complete.json").is_file()
+    assert run.result is None
+    assert run.train() == 0
+    assert events(run, "resumed")[0]["step"] == stopped_at
+    assert_same_training(run, straight)
+
+
+def test_kill_9_loses_only_the_steps_since_the_last_checkpoint_and_changes_nothing(tiny_run, straight):
+    run = tiny_run()
+    blocked = run.block(step=8)
+    process = run.start()
+    blocked.reached()
+    wait_for_step(run, 8)
+    process.kill()
+    process.communicate()
+    blocked.drop()
+    whole = max(path.name for path in (run.folder / "checkpoints").iterdir())
+    (run.folder / "checkpoints" / whole / "complete.json").unlink()  # as if it had died while writing the newest
+    assert run.train() == 0
+    assert [event["checkpoint"] for event in events(run, "checkpoint passed over")] == [whole]
+    assert events(run, "resumed")[0]["step"] < int(whole.split("-")[1])
+    assert_same_training(run, straight)
+
+
+def wait_for_step(run, step: int) -> None:
+    """The reader runs one step ahead: when the pipe is opened, the step before it may still be computing."""
+    import time
+
+    while not run.metrics or run.metrics[-1]["step"] < step:
+        time.sleep(0.01)
+
+
+def test_a_second_trainer_is_refused_with_exit_4(tiny_run, capsys):
+    run = tiny_run()
+    run.folder.mkdir(parents=True)
+    with FileLock(run.folder / "lock"):
+        assert run.train() == 4
+    assert "another trainer holds" in capsys.readouterr().err
+    assert not (run.folder / "process.json").exists()
+
+
+@pytest.mark.parametrize("field", ["manifest_digest", "samples_digest", "draft_vocab_digest"])
+def test_data_that_is_not_what_the_plan_says_is_refused_before_anything_starts(tiny_run, capsys, field):
+    run = tiny_run()
+    run.write_plan({**run.spec.model_dump(mode="json"), field: "0" * 64})
+    assert run.train() == 4
+    assert "000000000000" in capsys.readouterr().err
+    assert not (run.folder / "checkpoints").exists()
+
+
+def test_a_sample_without_states_is_refused_by_name(tiny_run, capsys):
+    run = tiny_run()
+    lines = [path for path in (run.store.folder / "manifest").glob("*.jsonl")]
+    kept = [line for path in lines for line in path.read_text().splitlines(keepends=True)]
+    gone = json.loads(kept.pop())["sample_id"]
+    for path in lines[1:]:
+        path.unlink()
+    lines[0].write_text("".join(kept))
+    run.spec = run.make_spec()
+    run.write_plan()
+    assert run.train() == 4
+    assert gone in capsys.readouterr().err
+
+
+def test_checkpoints_of_another_plan_are_refused_with_the_fields_that_differ(tiny_run, capsys):
+    run = tiny_run(epochs=1)
+    assert run.train() == 0
+    spec = run.spec.model_dump(mode="json")
+    run.write_plan({**spec, "training": {**spec["training"], "lr": 0.5}})
+    assert run.train() == 4
+    assert "belongs to another plan: training differ" in capsys.readouterr().err
+
+
+def poison(run, step: int) -> str:
+    """Puts a NaN into the states of one sample of that step."""
+    name = run.samples_of(step)[1]
+    path = run.store.state_file(name)
+    tensors = load(path.read_bytes())
+    tensors["aux"][0, 0] = float("nan")
+    state = State(tensors["input_ids"], tensors["aux"], tensors["last"])
+    path.write_bytes(encode_state(state, name, run.store.record.digest))
+    return name
+
+
+def test_a_sample_with_nan_is_skipped_by_name_and_training_goes_on(tiny_run):
+    run = tiny_run(epochs=1)
+    name = poison(run, step=2)
+    assert run.train() == 0
+    [skipped] = events(run, "step skipped")
+    assert (skipped["step"], skipped["samples"]) == (3, [name])
+    assert [record["step"] for record in run.metrics if "loss" in record] == [1, 2, 4, 5]
+    assert (run.result["skips"], run.result["updates"]) == (1, 4)
+
+
+def test_one_skip_too_many_stops_training_and_names_the_samples(tiny_run, capsys):
+    run = tiny_run(epochs=1, max_skips=0)
+    name = poison(run, step=2)
+    assert run.train() == 1
+    assert name in capsys.readouterr().err
+    assert run.result is None
+
+
+def test_a_frozen_head_stays_bit_for_bit_the_targets_rows(tiny_run):
+    run = tiny_run(epochs=1)
+    spec = {**run.spec.model_dump(mode="json"), "freeze_lm_head": True}
+    run.write_plan(spec)
+    assert run.train() == 0
+    weights, _ = load_result(run.folder)
+    t2d = load((run.home / "draft_vocab.safetensors").read_bytes())["t2d"]
+    assert torch.equal(weights["lm_head.weight"], run.target.head()[t2d])
+    assert set(run.result["frozen"]) == {"embed_tokens.weight", "lm_head.weight"}
+    assert "lm_head.weight.exp_avg" not in load(run.moments(run.result["step"]))
+    assert save  # the same library wrote it
+
+
+def test_a_missing_plan_is_a_usage_error(tmp_path, capsys):
+    from eagle3_helpers.training.loop import main
+
+    assert main([str(tmp_path / "plan.json")]) == 2
+    assert main([]) == 2
+    assert "holds no plan" in capsys.readouterr().err
