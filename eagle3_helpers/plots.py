@@ -81,7 +81,7 @@ def sequence_lengths(lengths: Sequence[int], max_length: int) -> Chart:
     lengths = np.asarray(lengths, dtype=np.int64)
     if not len(lengths):
         return _nothing(chart, axes, "no samples yet")
-    axes.hist(lengths, bins=min(40, max(5, len(lengths) // 4)), color=PALETTE[0], alpha=0.8)
+    axes.hist(lengths, bins=min(40, max(5, len(lengths) // 4)), color=PALETTE[0], histtype="stepfilled")
     at_limit = int((lengths >= max_length).sum())
     axes.axvline(
         max_length, color=PALETTE[4], linestyle="--", label=f"max_length {max_length:,}: {at_limit:,} reach it"

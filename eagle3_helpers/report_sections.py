@@ -22,7 +22,7 @@ from eagle3_helpers.gate.plan import parse_plan
 from eagle3_helpers.report_evidence import STORY, Evidence, when
 from eagle3_helpers.samples.accounting import accounting_table
 
-RECOVER, EXTRACT, VERIFY, INSPECT, _, EVALUATE = STORY
+RECOVER, EXTRACT, VERIFY, INSPECT, TRAIN, EVALUATE = STORY
 EVENTS_SHOWN = 40
 LONGEST_CELL = 600  # characters of a list or a text in a table
 EVENT_ENVELOPE = ("time", "kind", "stage", "attempt", "pid", "host", "pid_started")
@@ -84,17 +84,17 @@ def _recovery(evidence: Evidence) -> Iterator[dict]:
         raise Absent(f"receipts/{RECOVER}.json", f"receipts/{EXTRACT}.json")
     if found:
         cut_off = ", ".join(found["interrupted"]) or "none"
-        put_right = f"{found['quarantined']:,} files moved to quarantine, {found['adopted']:,} adopted"
+        put_right = f"files moved to quarantine: {found['quarantined']:,}, adopted: {found['adopted']:,}"
         yield _text(f"Attempts cut off by a crash: {cut_off}. {found['survived']:,} samples had survived; {put_right}.")
         yield _records(before.get("findings", []), "found damaged or unlisted")
         yield _records(before.get("checkpoints", []), "checkpoints found")
-        yield _checks(found["checks"], f"checks of {RECOVER}")
+        yield _checks_of(evidence, RECOVER)
     else:
         yield _text(f"{RECOVER}: not done yet", "later")
     if redone:
         yield _text(f"Already stored: {redone['stored_before']:,} samples. Extracted then: {redone['stored_now']:,}.")
         yield _facts(redone.get("captured", {}), "the extraction")
-        yield _checks(redone["checks"], f"checks of {EXTRACT}")
+        yield _checks_of(evidence, EXTRACT)
     else:
         yield _text(f"{EXTRACT}: not done yet", "later")
     failed = [event for event in evidence.events if event.get("kind") == "stage failed"]
@@ -130,21 +130,16 @@ def _verification(evidence: Evidence) -> Iterator[dict]:
     verification = evidence.json("verification.json")
     if not verification:
         raise Absent("verification.json")
-    checks = verification["checks"]
+    checks = evidence.receipts.get(VERIFY, verification)["checks"]  # the receipt's include those of the alignment
     passed = sum(bool(check["ok"]) for check in checks)
-    yield _verdict(0 < len(checks) == passed, f"{passed} of {len(checks)} checks of every stored byte hold")
+    yield _verdict(0 < len(checks) == passed, f"{passed} of {len(checks)} checks hold")
     yield _checks(checks)
     yield _facts(verification.get("totals", {}), "totals")
     yield _records(verification.get("findings", []), "bad samples")
-    if verification.get("norms"):
-        yield _figure(plots.state_norms(verification["norms"]), "Norms of the stored states")
-    receipt = evidence.receipts.get(VERIFY, {})
-    yield _checks(receipt.get("checks", []), f"checks of {VERIFY}")
-    if "alignment" in receipt:
-        yield _figure(plots.alignment(receipt["alignment"]["slots"]), "Stored states against the target's own")
-        yield _facts(
-            {name: value for name, value in receipt["alignment"].items() if name != "slots"}, "alignment proof"
-        )
+    yield _figure(plots.state_norms(verification.get("norms", {})), "Norms of the stored states")
+    proof = verification.get("alignment", {})
+    yield _figure(plots.alignment(proof.get("slots", {})), "Stored states against the target's own")
+    yield _facts({name: value for name, value in proof.items() if name != "slots"}, "alignment proof")
 
 
 def _freeze(evidence: Evidence) -> Iterator[dict]:
@@ -154,8 +149,7 @@ def _freeze(evidence: Evidence) -> Iterator[dict]:
     table = FreezeTable([Row(**row) for row in saved["rows"]])
     yield _text(f"{table.summary}.")
     yield {"table": table.table()}
-    receipt = evidence.receipts.get(INSPECT, {})
-    yield _checks(receipt.get("checks", []), f"checks of {INSPECT}")
+    yield _checks_of(evidence, INSPECT)
 
 
 def _plan(evidence: Evidence) -> Iterator[dict]:
@@ -164,8 +158,20 @@ def _plan(evidence: Evidence) -> Iterator[dict]:
     word, why = evidence.gate()
     yield _text(f"Approval: {word}, {why}.")
     yield _facts(evidence.approval, "the decision in force")
-    yield _records(evidence.lines("approvals.jsonl"), "every decision")
+    decisions = [
+        [
+            when(one.get("time")),
+            *(one.get(name) for name in ("decision", "approver", "channel", "reason")),
+            _plan_of(one),
+        ]
+        for one in evidence.lines("approvals.jsonl")
+    ]
+    yield _table(["time (UTC)", "decision", "by", "through", "reason", "plan"], decisions, "every decision and launch")
     yield {"table": parse_plan((evidence.folder / "plan.json").read_bytes(), evidence.run.id).table()}
+
+
+def _plan_of(decision: dict) -> str:
+    return str(decision.get("plan_sha256", ""))[:12]
 
 
 def _training(evidence: Evidence) -> Iterator[dict]:
@@ -178,6 +184,7 @@ def _training(evidence: Evidence) -> Iterator[dict]:
         yield _facts(result, "result")
     else:
         yield _text("result: not done yet", "later")
+    yield _checks_of(evidence, TRAIN)
     yield _figure(plots.training_curves(metrics), "Training curves")
     held_out = [record for record in metrics if "held_out" in record]
     trained = [record for record in metrics if "held_out" not in record]
@@ -305,6 +312,10 @@ def _flat(values: dict, prefix: str = "") -> Iterator[list]:
 def _checks(items: list[dict], title: str = "") -> dict:
     shown = [{name: item.get(name) for name in ("ok", "check", "expected", "observed", "remedy")} for item in items]
     return {"checks": shown, "title": title}
+
+
+def _checks_of(evidence: Evidence, stage: str) -> dict:
+    return _checks(evidence.receipts.get(stage, {}).get("checks", []), f"checks of {stage}")
 
 
 def _figure(figure: Figure, caption: str) -> dict:

@@ -132,6 +132,12 @@ def test_the_story_names_each_stage_and_its_state():
         assert word in text
 
 
+def test_the_approval_stands_between_inspect_and_train_even_without_a_state():
+    chart = plots.stages([(name, "done") for name in STORY if name != "approval"])
+    order = [text.get_text() for text in chart.axes[0].texts if text.get_text()]
+    assert order.index("inspect freeze") < order.index("a person\napproves") < order.index("train")
+
+
 def _contrast(one: str, other: str) -> float:
     """WCAG contrast ratio of two colours."""
     light = sorted((_luminance(one), _luminance(other)))

@@ -5,6 +5,7 @@ from html.parser import HTMLParser
 
 import pytest
 
+from eagle3_helpers.draft.freeze import FreezeTable, Row
 from eagle3_helpers.durable import append_lines, canonical_json, digest, file_digest, write_bytes, write_json
 from eagle3_helpers.params import Params
 from eagle3_helpers.report import build_report
@@ -71,7 +72,18 @@ def make_run(home, reason: str = "numbers checked", category: str = "writing") -
     run = empty_run(home)
     folder = run.folder
     run.write_params()
-    _receipt(run, "01_recover", {}, ["recovery.json"], survived=120, quarantined=1, service="vllm.service was stopped")
+    finding = {
+        "sample_id": "a" * 16,
+        "kind": "corrupt",
+        "detail": "cut at byte 12,000",
+        "path": "states/aa",
+        "bytes": 9,
+    }
+    checkpoint = {"name": "step-000020", "complete": False, "why": "no marker"}
+    recovery = {"interrupted": ["02_extract-1"], "states": {"ok": 120}, "findings": [finding]}
+    write_json(folder / "recovery.json", {**recovery, "checkpoints": [checkpoint]})
+    counts = {"survived": 120, "missing": 180, "adopted": 2, "quarantined": 1, "interrupted": ["02_extract-1"]}
+    _receipt(run, "01_recover", {}, ["recovery.json"], **counts)
     table = home / "data" / "samples" / "0123456789abcdef"
     lengths = [40 + 7 * n % 160 for n in range(300)]
     write_jsonl(table / "samples.jsonl", [{"sample_id": f"{n:016x}", "n_tokens": k} for n, k in enumerate(lengths)])
@@ -80,35 +92,25 @@ def make_run(home, reason: str = "numbers checked", category: str = "writing") -
     account |= {"duplicates": 4, "rejected_lines": {"no assistant turn": [3, 9], "not JSON": [7, 8]}}
     write_json(table / "accounting.json", {"fingerprint": table.name, "digest": "d" * 64, "accounting": account})
     write_json(folder / "samples.json", {"folder": str(table), "samples": 300})
-    coverage = {
-        "sizes": [16, 64, 128, 384],
-        "fractions": [0.4, 0.8, 0.95, 1.0],
-        "chosen_size": 128,
-        "chosen_coverage": 0.95,
-    }
-    _receipt(run, "02_extract", {}, ["samples.json"], stored_now=180, vocab_coverage=coverage)
+    captured = {"samples": 180, "tokens": 21_000, "bytes": 5_400_000, "seconds": 9.5}
+    counts = {"samples": account, "tokens": sum(lengths), "supervised": 9_000, "coverage": 0.95}
+    _receipt(run, "02_extract", {}, ["samples.json"], stored_before=120, stored_now=180, captured=captured, **counts)
     checks = [_check("checksum mismatch", True, 0, 0), _check("samples that may be trained on", True, 300, 300)]
     norms = {
         slot: {"mean": k + 2.0, "p1": k + 0.5, "p50": k + 2.0, "p99": k + 9.0} for k, slot in enumerate(["h_2", "last"])
     }
     totals = {"samples": 300, "tokens": sum(lengths), "bytes": 9_000_000, "seconds": 0.4}
     verification = {"checks": checks, "totals": totals, "norms": norms, "findings": [], "manifest_digest": "e" * 64}
-    write_json(folder / "verification.json", verification)
     slots = {"h_2": {"below": 0.7, "own": 1.0, "above": 0.6, "relative_error": 0.0}}
     slots["last"] = {"below": 0.3, "own": 1.0, "above": None, "relative_error": 0.0}
-    proof = {"samples": 8, "tokens": 900, "head_agreement": 1.0, "slots": slots}
-    _receipt(run, "03_verify", {}, ["verification.json"], files=300, bytes=9_000_000, alignment=proof)
+    verification["alignment"] = {"samples": 8, "tokens": 900, "head_agreement": 1.0, "slots": slots}
+    write_json(folder / "verification.json", verification)
+    _receipt(run, "03_verify", {}, ["verification.json"], files=300, bytes=9_000_000)
     rows = [
-        {
-            "component": "embed_tokens",
-            "tensor": "embed_tokens.weight",
-            "count": 12_288,
-            "trainable": False,
-            "why": reason,
-        },
-        {"component": "fc", "tensor": "fc.weight", "count": 3_072, "trainable": True, "why": "the draft's own"},
+        Row("embedding", "embed_tokens.weight", [384, 32], 12_288, "float32", False, False, "target", reason),
+        Row("fusion", "fc.weight", [32, 96], 3_072, "float32", True, True, "random", "the draft's own"),
     ]
-    write_json(folder / "freeze_table.json", {"rows": rows, "trainable": 3_072, "frozen": 12_288})
+    FreezeTable(rows).save(folder)
     write_bytes(folder / "plan.json", canonical_json(_plan(run)))
     _receipt(run, "04_inspect_freeze", {"verification.json": _file(run, "verification.json")}, ["plan.json"])
     approval = {"decision": "approved", "approver": "Ada", "time": "2026-12-01T10:00:00.000000+00:00", "reason": reason}
@@ -228,12 +230,17 @@ def test_a_whole_run_says_what_was_achieved_and_shows_every_part(whole):
     page = whole
     assert "Acceptance length 1.87 [1.80, 1.95] on 48 prompts; a bigram table gives 1.31" in page.words
     assert "not done yet" not in page.words and "damaged file" not in page.words and "STOP" not in page.words
-    assert "120 samples had survived, files moved to quarantine: 1, extracted after that: 180." in page.words
+    assert (
+        "cut off by a crash: 02_extract-1. 120 samples had survived; files moved to quarantine: 1, adopted: 2."
+        in page.words
+    )
+    assert "Already stored: 120 samples. Extracted then: 180." in page.words
+    assert "covers 95.00% of them" in page.words
     assert "read 312 = accepted 300 + rejected 8 + duplicates 4" in page.words
     assert "approved" in page.sections["stages"] and "by Ada" in page.sections["plan-and-approval"]
     assert "GPU 3 was busy" in page.sections["plan-and-approval"]
     assert "12,288" in page.sections["what-trains-what-is-frozen"]
-    assert len([tag for tag, _ in page.tags if tag == "svg"]) == 8
+    assert len([tag for tag, _ in page.tags if tag == "svg"]) == 7
     assert len(page.sections) == len(SECTIONS)
 
 

@@ -80,6 +80,8 @@ def export_sglang(
     non-finite weights, for a draft vocabulary or a rope that does not fit, and where `folder` holds something else.
     """
     folder = Path(folder)
+    if folder.exists() and not all((folder / name).is_file() for name in FILES):
+        raise CheckRefused(f"{folder} is there and is not an export.", "Move it away or export to another name.")
     wrapped = re.compile(rf"^(?:{'|'.join(map(re.escape, WRAPPERS))})+")
     tensors = {wrapped.sub("", name): weight for name, weight in weights.items()}
     tensors.pop(EMBEDDING, None)
@@ -104,13 +106,15 @@ def export_sglang(
         raise
     new = export_digest(writing)
     if folder.exists():
-        if not all((folder / name).is_file() for name in FILES):
-            raise CheckRefused(f"{folder} is there and is not an export.", "Move it away or export to another name.")
         old = export_digest(folder)
         if old == new:
             shutil.rmtree(writing)
             return new
-        os.rename(folder, folder.with_name(f"{folder.name}.replaced-{old[:8]}"))
+        aside = folder.with_name(f"{folder.name}.replaced-{old[:8]}")
+        if aside.exists():  # the same export was moved aside before
+            shutil.rmtree(folder)
+        else:
+            os.rename(folder, aside)
     os.rename(writing, folder)
     sync_folder(folder.parent)
     return new

@@ -59,6 +59,15 @@ class Evaluation:
         checks.add("better than untrained", gained, f"{s['acceptance_length']:.3f}", untrained, NOT_USED_LIST)
         return checks
 
+    @property
+    def by_category(self) -> dict[str, tuple[float, float, float]]:
+        """Acceptance length and its interval's bounds, of every category that took a step."""
+        return {
+            name: (part["acceptance_length"], *part["acceptance_interval"])
+            for name, part in self.summary["per_category"].items()
+            if part["acceptance_length"] is not None
+        }
+
     def _table(self) -> Table:
         s = self.summary
         rows = []
@@ -86,7 +95,8 @@ def evaluate(
     """Measures the export at `exported_folder` and writes out/prompts.jsonl, then out/summary.json.
 
     `samples` is the SampleTable of the training, `untrained` a Draft initialised with the training seed. Prompts that
-    begin a training sample, or whose answers would pass the draft's last position, are left out and listed.
+    begin a training sample, or whose answers would pass the draft's last position, are left out and listed. `untrained`
+    is moved to the device and dtype of the evaluation.
     Raises what loading and reading raise, and CheckRefused where no prompt is left. Verdicts are in `.checks`.
     """
     draft, draft_vocab = load_exported(exported_folder, target)

@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 import psutil
 
-from eagle3_helpers.display import Table, bytes_text
+from eagle3_helpers.display import Checks, Table, bytes_text
 from eagle3_helpers.durable import TEMPORARY
 from eagle3_helpers.states.format import SUFFIX
 from eagle3_helpers.states.manifest import Entry, read_manifest
@@ -105,6 +105,23 @@ def take_inventory(store: Store, table) -> Inventory:
         path = str(store.state_file(sample_id))
         findings.append(Finding(sample_id, ORPHAN, f"not in this sample list, {detail}", path, sizes[sample_id]))
     return Inventory(len(table), ok, ok_bytes, missing, sorted(findings))
+
+
+def check_usable(inventory: Inventory) -> Checks:
+    """That nothing damaged or unlisted lies in the way of a capture; missing samples and orphans do not."""
+    checks = Checks("The store can be added to")
+    for kind in (TRUNCATED, WRONG_LENGTH, UNLISTED, UNFINISHED):
+        checks.add(kind, not inventory.counts[kind], inventory.counts[kind], 0, "Run 01_recover: it puts these right.")
+    return checks
+
+
+def check_complete(inventory: Inventory) -> Checks:
+    """That every sample of the table is stored, and nothing damaged is left."""
+    remedy = "Run this stage again; a sample that is refused each time has NaN or inf in its states."
+    stored = len(inventory.ok)
+    checks = Checks("Every sample is stored").add("samples stored", inventory.complete, stored, inventory.total, remedy)
+    checks.items += check_usable(inventory).items
+    return checks
 
 
 def _problem(entry: Entry | None, size: int, length: int) -> tuple[str, str] | None:

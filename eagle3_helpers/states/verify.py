@@ -57,18 +57,18 @@ class Verification:
     def ok(self) -> bool:
         return self.checks.ok
 
+    def values(self) -> dict:
+        """What verification.json holds."""
+        return {
+            "checks": self.checks.items,
+            "totals": self.totals,
+            "norms": self.norms,
+            "findings": [finding._asdict() for finding in self.findings],
+            "manifest_digest": self.manifest_digest,
+        }
+
     def save(self, path: Path) -> None:
-        """Writes verification.json."""
-        write_json(
-            path,
-            {
-                "checks": self.checks.items,
-                "totals": self.totals,
-                "norms": self.norms,
-                "findings": [finding._asdict() for finding in self.findings],
-                "manifest_digest": self.manifest_digest,
-            },
-        )
+        write_json(path, self.values())
 
     def _tables(self) -> list:
         norms = Table(
@@ -109,6 +109,7 @@ def verify_store(store: Store, table) -> Verification:
         checks.add(kind, not counts[kind], counts[kind], 0, REMEDY)
     totals = {
         "samples": len(sound),
+        "files": len(sound) + sum(finding.kind != MISSING for finding in findings),
         "tokens": sum(one.tokens for one in sound),
         "bytes": size,
         "seconds": round(time.perf_counter() - began, 3),

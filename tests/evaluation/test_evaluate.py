@@ -47,6 +47,7 @@ def test_the_summary_has_every_number_and_is_what_the_file_holds(evaluated):
     assert low <= summary["acceptance_length"] <= high
     assert list(summary["per_category"]) == ["x", "y", "z"] and summary["per_category"]["x"]["n_prompts"] == 2
     assert len(summary["per_position"]) == 3
+    assert list(result.by_category) == ["x", "y", "z"] and len(result.by_category["y"]) == 3
     assert summary["lossless_mismatches"] == 0 and summary["ties"] == []
     assert summary["acceptance_length_untrained"] >= 1 and summary["acceptance_length_bigram"] >= 1
 

@@ -5,7 +5,8 @@ import sys
 import pytest
 
 from eagle3_helpers.durable import append_lines
-from eagle3_helpers.states.inventory import take_inventory
+from eagle3_helpers.errors import CheckRefused
+from eagle3_helpers.states.inventory import check_complete, check_usable, take_inventory
 from eagle3_helpers.states.manifest import new_entry, new_manifest_file, read_manifest
 from eagle3_helpers.states.quarantine import quarantine
 from tests.states.conftest import make_table, put_all, table_of
@@ -56,6 +57,19 @@ def test_a_lost_manifest_means_neither_all_done_nor_start_again(filled, table):
     inventory = take_inventory(filled, table)
     assert inventory.ok == inventory.missing == []
     assert inventory.counts["unlisted"] == len(table)
+
+
+def test_missing_samples_can_be_captured_but_a_damaged_one_stands_in_the_way(store, table):
+    put_all(store, table, table.sample_ids[:4])
+    inventory = take_inventory(store, table)
+    assert check_usable(inventory).ok
+    with pytest.raises(CheckRefused, match=r"samples stored: 4 \(expected 6\)"):
+        check_complete(inventory).require()
+    put_all(store, table)
+    assert check_complete(take_inventory(store, table)).ok
+    store.state_file(table.sample_ids[0]).write_bytes(b"short")
+    with pytest.raises(CheckRefused, match=r"truncated: 1 .*01_recover"):
+        check_usable(take_inventory(store, table)).require()
 
 
 def test_an_empty_store_misses_everything_and_a_full_one_nothing(store, table):

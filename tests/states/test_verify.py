@@ -32,7 +32,7 @@ def put_state(store, sample_id, state):
 def test_a_sound_store_passes_and_the_numbers_are_kept(filled, table, tmp_path):
     verification = verify_store(filled, table)
     assert verification.ok and verification.findings == []
-    assert verification.totals["tokens"] == table.tokens
+    assert verification.totals["tokens"] == table.tokens and verification.totals["files"] == len(table)
     assert verification.totals["bytes"] == sum(filled.state_file(name).stat().st_size for name in table.sample_ids)
     states = [make_state(table, name) for name in table.sample_ids]
     expected = torch.cat([state.last for state in states]).float().norm(dim=1).mean()
