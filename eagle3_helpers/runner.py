@@ -13,6 +13,7 @@ from pathlib import Path
 import papermill
 from nbclient.exceptions import CellTimeoutError, DeadKernelError
 from papermill.exceptions import PapermillExecutionError
+from traitlets.config import Config
 
 from eagle3_helpers.errors import REFUSALS, BadParams, NotApproved, Refusal, StageFailed
 from eagle3_helpers.gate.approval import auto_approve, require_approval
@@ -20,9 +21,11 @@ from eagle3_helpers.params import home
 from eagle3_helpers.report import build_report
 from eagle3_helpers.runs import Run, open_run
 from eagle3_helpers.stages import STAGES, Stage, require_target, stage_named, stage_state
-from eagle3_helpers.training.launch import trainer_status
+from eagle3_helpers.training.launch import needs_launch
 
 NOTEBOOKS = Path(__file__).resolve().parents[1] / "notebooks"
+# Kernels are reached through files of this user, not through TCP ports that everybody on the node can open.
+PRIVATE_KERNEL = Config({"KernelManager": {"transport": "ipc"}})
 DONE, INTERRUPTED, TERMINATED = 0, 130, 143
 
 
@@ -76,7 +79,7 @@ def _between(first: str, last: str) -> list[Stage]:
 
 def _pass_gate(run: Run, approve_as: str) -> None:
     """Raises NotApproved, with the command that approves, unless the plan is approved or training goes on already."""
-    if trainer_status(run.folder / "training").state in ("running", "finished"):
+    if not needs_launch(run):
         return
     try:
         require_approval(run)
@@ -104,6 +107,7 @@ def _execute(run: Run, stage: Stage, params_file: str, overrides: dict) -> None:
             stdout_file=_Indented(sys.stdout),
             stderr_file=_Indented(sys.stderr),
             start_timeout=300,
+            config=PRIVATE_KERNEL,
         )
     except PapermillExecutionError as error:
         run.event(

@@ -75,6 +75,17 @@ def redeem(run: Run) -> Plan:
     return plan
 
 
+def gate_state(run: Run) -> str:
+    """One word for the board: "no plan", "waiting" or "approved"."""
+    try:
+        _approval_in_force(run, read_plan(run))
+    except CheckRefused:
+        return "no plan"
+    except NotApproved:
+        return "waiting"
+    return "approved"
+
+
 def approval_status(run: Run) -> Table:
     """The plan, the decision on it, and whether it would let a launch through (live checks apart)."""
     rows = []

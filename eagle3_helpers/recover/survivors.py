@@ -6,7 +6,7 @@ from eagle3_helpers.states.adopt import Adoption, adopt
 from eagle3_helpers.states.inventory import MISSING, ORPHAN, UNLISTED, Inventory, take_inventory
 from eagle3_helpers.states.quarantine import Quarantined, quarantine
 from eagle3_helpers.states.store import Store
-from eagle3_helpers.training.checkpoints import list_checkpoints
+from eagle3_helpers.training.checkpoints import Checkpoints
 
 
 class Survivors:
@@ -16,7 +16,7 @@ class Survivors:
         self.run, self.store, self.samples = run, store, samples
         self.interrupted = run.interrupted()
         self.inventory: Inventory | None = take_inventory(store, samples) if store and samples else None
-        self.checkpoints = list_checkpoints(run.folder / "training")
+        self.checkpoints = Checkpoints(run.folder / "training" / "checkpoints").listing()
 
     @property
     def findings(self) -> list:
@@ -28,7 +28,7 @@ class Survivors:
             "interrupted": self.interrupted,
             "states": self.inventory.counts if self.inventory else None,
             "findings": [finding._asdict() for finding in self.findings],
-            "checkpoints": [{"name": c.name, "complete": c.complete, "why": c.why} for c in self.checkpoints],
+            "checkpoints": [{"name": name, "complete": not wrong, "why": wrong} for name, wrong in self.checkpoints],
         }
 
     def put_right(self) -> "PutRight":
@@ -53,7 +53,7 @@ class Survivors:
 
     def _tables(self) -> list[Table]:
         attempts = Table(["attempt without an end"], [[name] for name in self.interrupted] or [["none"]], "Interrupted")
-        checkpoints = [[c.name, "complete" if c.complete else "not complete", c.why] for c in self.checkpoints]
+        checkpoints = [[name, "not complete" if wrong else "complete", wrong] for name, wrong in self.checkpoints]
         return [
             attempts,
             self.inventory or Table(["states"], [["nothing stored yet that a sample table of this run asks for"]]),

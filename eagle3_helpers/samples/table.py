@@ -81,6 +81,11 @@ class SampleTable:
     def supervised(self) -> int:
         return int(self.flat_mask.sum())
 
+    @property
+    def pointer(self) -> dict:
+        """What a run keeps to find this table again."""
+        return {"folder": str(self.folder), "fingerprint": self.fingerprint, "samples": len(self)}
+
     def table(self) -> Table:
         caption = f"Samples {self.fingerprint}: {self.tokens:,} tokens, {self.supervised:,} of them supervised"
         return accounting_table(self.accounting, caption)

@@ -77,6 +77,10 @@ class Checkpoints:
             )
         return Checkpoint(folder, step, state)
 
+    def listing(self) -> list[tuple[str, str]]:
+        """(folder name, why it is not whole or ""), newest first. Reads and hashes every file."""
+        return [(folder.name, damage(folder)) for _, folder in sorted(self._folders(), reverse=True)]
+
     def newest(self) -> tuple[Checkpoint | None, list[tuple[Path, str]]]:
         """The newest whole checkpoint by number, and the newer ones passed over with the reason."""
         passed = []

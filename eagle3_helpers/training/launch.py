@@ -48,15 +48,12 @@ def launch(run: Run, redeem: Callable[[Run], object]) -> TrainerStatus:
     `redeem(run)` is called only right before a start: it uses the approval up and returns the plan (its `.values` are those of
     plan.json), or refuses by raising.
     """
-    folder, plan_file = run.folder / "training", run.folder / "plan.json"
+    folder = run.folder / "training"
     folder.mkdir(parents=True, exist_ok=True)
     with FileLock(folder / "launch.lock", timeout=LAUNCH_SECONDS):
-        status = trainer_status(folder)
-        if status.state == "running":
-            run.event("attached to the trainer", trainer=status.pid)
-            return status
-        result = read_json(folder / "result.json") or {}
-        if status.state == "finished" and plan_file.exists() and result.get("plan_digest") == file_digest(plan_file):
+        if not needs_launch(run):
+            status = trainer_status(folder)
+            run.event("attached to the trainer", trainer=status.pid, state=status.state)
             return status
         plan = redeem(run).values
         if Path(read_spec(plan).folder) != folder:
@@ -71,11 +68,25 @@ def launch(run: Run, redeem: Callable[[Run], object]) -> TrainerStatus:
         write_json(folder / "process.json", note)
         with open(folder / "log.txt", "ab") as log:
             process = subprocess.Popen(
-                plan["argv"], stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT, start_new_session=True
+                plan["argv"],
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+                env=os.environ | {"CUDA_VISIBLE_DEVICES": ",".join(plan["gpus"])},  # the approved GPUs, or none
             )
         write_json(folder / "process.json", note | {"pid": process.pid, "created": _created(process.pid)})
     run.event("trainer launched", trainer=process.pid, plan=note["plan_digest"])
     return trainer_status(folder)
+
+
+def needs_launch(run: Run) -> bool:
+    """False while a trainer of this run lives, and where the present plan is trained to its end."""
+    folder, plan_file = run.folder / "training", run.folder / "plan.json"
+    state = trainer_status(folder).state
+    if state != "finished" or not plan_file.exists():
+        return state != "running"
+    return (read_json(folder / "result.json") or {}).get("plan_digest") != file_digest(plan_file)
 
 
 def trainer_status(folder: Path) -> TrainerStatus:

@@ -46,7 +46,7 @@ def test_every_epoch_uses_every_sample_once_in_another_order_and_steps_on_the_re
     epochs = [[order.step(3 * epoch + place)[2] for place in range(3)] for epoch in range(2)]
     for epoch in epochs:
         assert [len(ids) for ids in epoch] == [4, 4, 2]
-        assert sorted(sum(epoch, [])) == IDS
+        assert sorted(name for ids in epoch for name in ids) == IDS
     assert epochs[0] != epochs[1]
     assert order.step(4)[:2] == (1, 4)
 

@@ -80,10 +80,10 @@ def test_sigterm_ends_with_a_checkpoint_and_the_resumed_run_equals_the_straight_
 
 def test_kill_9_loses_only_the_steps_since_the_last_checkpoint_and_changes_nothing(tiny_run, straight):
     run = tiny_run()
-    blocked = run.block(step=8)
+    blocked = run.block(step=4)
     process = run.start()
     blocked.reached()
-    wait_for_step(run, 8)
+    wait_for_step(run, 4)
     process.kill()
     process.communicate()
     blocked.drop()
