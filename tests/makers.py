@@ -64,6 +64,24 @@ def make_target(folder: Path, layers: int = 8, seed: int = 0, tied: bool = False
     return folder
 
 
+def teach_target(folder: Path, conversations: Path, steps: int = 120) -> Path:
+    """Trains the tiny target on the conversations until it says much the same, so that a draft can learn from it."""
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    rows = [json.loads(line)["messages"] for line in conversations.read_text().splitlines()]
+    batch = tokenizer.apply_chat_template(rows, tokenize=True, return_dict=True, return_tensors="pt", padding=True)
+    labels = batch["input_ids"].masked_fill(batch["attention_mask"] == 0, -100)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    for _ in range(steps):
+        model(**batch, labels=labels).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    model.save_pretrained(folder)
+    return folder
+
+
 def make_conversations(path: Path, count: int = 24, multi_turn_every: int = 4) -> Path:
     """`count` different conversations; every fourth has two assistant turns."""
     rows = []
@@ -129,6 +147,7 @@ def params_values(home: Path, **sections) -> dict:
 
 def make_home(home: Path, **sections) -> Path:
     """Everything a tiny run needs under `home`; returns the params file."""
+    (home / "data").mkdir(parents=True, exist_ok=True)
     make_target(home / "target")
     make_conversations(home / "conversations.jsonl")
     make_prompts(home / "prompts.jsonl")

@@ -54,7 +54,7 @@ class TinyRun:
 
     def write_plan(self, spec: dict | None = None) -> None:
         argv = [sys.executable, "-m", "eagle3_helpers.training.loop", str(self.plan_file)]
-        self.plan = {"argv": argv, "spec": spec or self.spec.model_dump(mode="json")}
+        self.plan = {"argv": argv, "gpus": [], "spec": spec or self.spec.model_dump(mode="json")}
         write_bytes(self.plan_file, canonical_json(self.plan))
 
     def redeem(self, _run: Run) -> SimpleNamespace:
