@@ -99,7 +99,7 @@ def stop(run: RunName, yes: Annotated[bool, typer.Option("--yes", help="Do not a
 @app.command()
 def report(run: RunName) -> None:
     """Write report.html of a run from what its folder holds."""
-    from eagle3_helpers.report import build_report
+    from eagle3_helpers.report.page import build_report
     from eagle3_helpers.runs import reopen_run
 
     print(build_report(reopen_run(run)))

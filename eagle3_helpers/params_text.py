@@ -29,8 +29,12 @@ def reference_table() -> str:
     """Markdown: every setting, its default, its meaning."""
     rows = ["| setting | default | meaning |", "|---|---|---|"]
     for name, field in settings():
-        default = "required" if field.default is PydanticUndefined else "" if field.default is None else _value(field.default)
-        rows.append(f"| `{name}` | {f'`{default}`' if default and default != 'required' else default} | {field.description} |")
+        default = (
+            "required" if field.default is PydanticUndefined else "" if field.default is None else _value(field.default)
+        )
+        rows.append(
+            f"| `{name}` | {f'`{default}`' if default and default != 'required' else default} | {field.description} |"
+        )
     return "\n".join(rows)
 
 

@@ -18,7 +18,7 @@ from traitlets.config import Config
 from eagle3_helpers.errors import REFUSALS, BadParams, NotApproved, Refusal, StageFailed
 from eagle3_helpers.gate.approval import auto_approve, require_approval
 from eagle3_helpers.params import home
-from eagle3_helpers.report import build_report
+from eagle3_helpers.report.page import build_report
 from eagle3_helpers.runs import Run, open_run
 from eagle3_helpers.stages import STAGES, Stage, require_target, stage_named, stage_state
 from eagle3_helpers.training.launch import needs_launch

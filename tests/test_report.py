@@ -8,9 +8,9 @@ import pytest
 from eagle3_helpers.draft.freeze import FreezeTable, Row
 from eagle3_helpers.durable import append_lines, canonical_json, digest, file_digest, write_bytes, write_json
 from eagle3_helpers.params import Params
-from eagle3_helpers.report import build_report
-from eagle3_helpers.report_evidence import STORY
-from eagle3_helpers.report_sections import SECTIONS
+from eagle3_helpers.report.evidence import STORY
+from eagle3_helpers.report.page import build_report
+from eagle3_helpers.report.sections import SECTIONS
 from eagle3_helpers.runs import Run
 from tests.makers import params_values, write_jsonl
 

@@ -1,6 +1,6 @@
 """The sections of the report: each turns evidence into blocks, in the order in which they are read.
 
-A block is a text (with a verdict word or a mood), a table, a list of checks or a figure; the template `report.html.j2`
+A block is a text (with a verdict word or a mood), a table, a list of checks or a figure; the template `page.html.j2`
 knows how each looks. A section is a generator, so what it made before it met something unreadable is kept.
 """
 
@@ -19,7 +19,7 @@ from eagle3_helpers import plots
 from eagle3_helpers.display import Table, seconds_text
 from eagle3_helpers.draft.freeze import FreezeTable, Row
 from eagle3_helpers.gate.plan import parse_plan
-from eagle3_helpers.report_evidence import STORY, Evidence, when
+from eagle3_helpers.report.evidence import STORY, Evidence, when
 from eagle3_helpers.samples.accounting import accounting_table
 
 RECOVER, EXTRACT, VERIFY, INSPECT, TRAIN, EVALUATE = STORY

@@ -13,8 +13,8 @@ from pathlib import Path
 import jinja2
 
 from eagle3_helpers.durable import write_bytes
-from eagle3_helpers.report_evidence import Evidence
-from eagle3_helpers.report_sections import SECTIONS, Absent, headline
+from eagle3_helpers.report.evidence import Evidence
+from eagle3_helpers.report.sections import SECTIONS, Absent, headline
 from eagle3_helpers.runs import Run
 
 
@@ -25,7 +25,7 @@ def build_report(run: Run) -> Path:
     environment = jinja2.Environment(
         loader=jinja2.FileSystemLoader(Path(__file__).parent), autoescape=True, undefined=jinja2.StrictUndefined
     )
-    page = environment.get_template("report.html.j2").render(
+    page = environment.get_template("page.html.j2").render(
         run_id=run.id, headline=_section("", headline, evidence), sections=sections
     )
     path = run.folder / "report.html"
