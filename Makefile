@@ -1,5 +1,5 @@
 # Two commands matter: `make demo` and `make test`. Both create what they need on a fresh machine (python3, make, pip).
-.PHONY: demo test lab lint
+.PHONY: demo test test-browser lab lint
 PYTHON ?= python3
 BIN := .venv/bin
 
@@ -18,6 +18,10 @@ demo: .venv/ready  ## A killed extraction, recovered, verified, planned, trained
 
 test: .venv/ready  ## Structure, units, and end to end on a tiny model.
 	$(BIN)/python -m pytest
+
+test-browser: .venv/ready  ## The notebooks in JupyterLab, clicked in Chromium (Debian: apt-get install chromium).
+	$(BIN)/python -m pip install -q -e '.[browser]'
+	$(BIN)/python -m pytest tests/browser
 
 lab: .venv/ready  ## JupyterLab, notebooks ready to Run All on the demo's params.
 	$(BIN)/python -m eagle3_helpers.demo.smollm2

@@ -21,6 +21,9 @@ from eagle3_helpers.training.spec import read_spec
 
 LIVE = ("launching", "running")
 LAST_LINES = 12
+QUIET_THREADS = {
+    "OMP_WAIT_POLICY": "PASSIVE"
+}  # spinning ones make a step 10 times as slow when another process wants a core
 LAUNCH_SECONDS = 60  # that a second launch waits for the first to be through
 
 
@@ -73,7 +76,11 @@ def launch(run: Run, redeem: Callable[[Run], object]) -> TrainerStatus:
                 stdout=log,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
-                env=os.environ | {"CUDA_VISIBLE_DEVICES": ",".join(plan["gpus"])},  # the approved GPUs, or none
+                env={
+                    **QUIET_THREADS,
+                    **os.environ,
+                    "CUDA_VISIBLE_DEVICES": ",".join(plan["gpus"]),
+                },  # the approved GPUs, or none
             )
         write_json(folder / "process.json", note | {"pid": process.pid, "created": _created(process.pid)})
     run.event("trainer launched", trainer=process.pid, plan=note["plan_digest"])
@@ -95,15 +102,17 @@ def trainer_status(folder: Path) -> TrainerStatus:
     noted = read_json(folder / "process.json")
     if not isinstance(noted, dict):
         return TrainerStatus("running", log=str(folder / "log.txt")) if _locked(folder) else TrainerStatus("none")
+    alive = _alive(noted) or (noted["status"] in LIVE and _locked(folder))
+    if not alive and noted["status"] in LIVE:
+        noted = read_json(folder / "process.json")  # it may have ended in order between the two looks
     told = {"pid": noted.get("pid"), "step": _last_step(folder), "log": noted.get("log", "")}
-    if noted["status"] not in LIVE:
-        return TrainerStatus(noted["status"], reason=noted.get("reason", ""), **told)
-    if _alive(noted) or _locked(folder):
+    if alive:  # also the moment between its note that it ended and its end, when the log is not whole yet
         return TrainerStatus("running", **told)
-    noted = read_json(folder / "process.json")  # it may have ended in order between the two looks
-    if noted["status"] not in LIVE:
-        return TrainerStatus(noted["status"], reason=noted.get("reason", ""), **{**told, "step": _last_step(folder)})
-    return TrainerStatus("failed", reason="it ended without a word (killed, out of memory, or before it began)", **told)
+    if noted["status"] in LIVE:
+        return TrainerStatus(
+            "failed", reason="it ended without a word (killed, out of memory, or before it began)", **told
+        )
+    return TrainerStatus(noted["status"], reason=noted.get("reason", ""), **told)
 
 
 def stop_trainer(folder: Path) -> str:
@@ -147,7 +156,7 @@ def _alive(noted: dict) -> bool:
 
 
 def _locked(folder: Path) -> bool:
-    """Whether a trainer holds the lock. It waits a moment for it, so that this look takes it from nobody."""
+    """Whether a trainer holds the lock. A trainer waits two seconds for it, so this look takes it from nobody."""
     path = folder / "lock"
     if not path.exists():
         return False

@@ -13,6 +13,8 @@ import dataclasses
 
 import torch
 
+from eagle3_helpers.training.rows import ROWS, even
+
 CHUNK_LOGITS = 1 << 22  # float32 logits held at a time: 16 MB
 
 
@@ -27,7 +29,7 @@ class _FusedLinearCrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(ctx, hidden, weight, probabilities, index, row_weights, with_gradient):
         compute = weight.to(hidden.dtype)
-        n, rows = len(hidden), max(1, CHUNK_LOGITS // len(weight))
+        n, rows = len(hidden), max(1, CHUNK_LOGITS // len(weight) // ROWS) * ROWS
         losses = torch.empty(n, dtype=_wide(hidden), device=hidden.device)
         predicted = torch.empty(n, dtype=torch.long, device=hidden.device)
         grad_hidden = torch.empty_like(hidden) if with_gradient else None
@@ -77,8 +79,10 @@ def soft_cross_entropy(
     accumulated in the head's own dtype. Without autograd only the values are computed.
     """
     with_gradient = torch.is_grad_enabled() and (hidden.requires_grad or head.requires_grad)
+    n = len(hidden)
+    hidden, index, row_weights = even(hidden), even(index), even(row_weights.to(_wide(hidden)))
     with torch.autocast(hidden.device.type, enabled=False):
         total, losses, predicted = _FusedLinearCrossEntropy.apply(
-            hidden, head, probabilities, index, row_weights.to(_wide(hidden)), with_gradient
+            hidden, head, probabilities, index, row_weights, with_gradient
         )
-    return RowLosses(total, losses, predicted)
+    return RowLosses(total, losses[:n], predicted[:n])

@@ -18,6 +18,7 @@ import torch
 from eagle3_helpers.draft.model import Draft
 from eagle3_helpers.training.batches import Batch
 from eagle3_helpers.training.loss import soft_cross_entropy
+from eagle3_helpers.training.rows import ROWS, even
 
 CHUNK_LOGITS = 1 << 24  # target logits held at a time
 OUTSIDE = -1
@@ -38,20 +39,25 @@ class Teacher:
     @torch.no_grad()
     def choice(self, last: torch.Tensor) -> torch.Tensor:
         """last [n, H] -> the likeliest of all V tokens as a draft id [n], OUTSIDE where the draft lacks it."""
-        rows = max(1, CHUNK_LOGITS // len(self.head_VH))
-        ids = [(part.to(self.dtype) @ self.head_VH.T).max(-1).indices for part in last.split(rows)]
-        return self.draft_id_V[torch.cat(ids)] if ids else self.draft_id_V[:0]
+        ids = [(part @ self.head_VH.T).max(-1).indices for part in self._parts(last, self.head_VH)]
+        return self.draft_id_V[torch.cat(ids)[: len(last)]] if ids else self.draft_id_V[:0]
 
     @torch.no_grad()
     def probabilities(self, last: torch.Tensor) -> torch.Tensor:
         """last [n, H] -> [n, D]: softmax over the draft vocabulary, taken in float32, kept in the compute dtype."""
-        out = torch.empty(len(last), len(self.head_DH), dtype=self.dtype, device=last.device)
-        rows = max(1, CHUNK_LOGITS // len(self.head_DH))
-        for start in range(0, len(last), rows):
-            part = slice(start, start + rows)
-            logits = last[part].to(self.dtype) @ self.head_DH.T
-            out[part] = torch.softmax(logits.to(torch.promote_types(self.dtype, torch.float32)), -1)
-        return out
+        wide = torch.promote_types(self.dtype, torch.float32)
+        out = torch.empty(len(even(last)), len(self.head_DH), dtype=self.dtype, device=last.device)
+        start = 0
+        for part in self._parts(last, self.head_DH):
+            out[start : start + len(part)] = torch.softmax((part @ self.head_DH.T).to(wide), -1)
+            start += len(part)
+        return out[: len(last)]
+
+    def _parts(self, last: torch.Tensor, head: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """`last` with an even number of rows, in pieces whose logits stay below CHUNK_LOGITS."""
+        if not len(last):
+            return ()
+        return even(last.to(self.dtype)).split(max(1, CHUNK_LOGITS // len(head) // ROWS) * ROWS)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -86,34 +92,47 @@ def row_weights(learned: torch.Tensor, learned_counts: torch.Tensor, decay: floa
 def ttt_hidden(draft: Draft, batch: Batch, supervised: torch.Tensor) -> list[tuple[torch.Tensor, torch.Tensor]]:
     """For each step: the active rows [A] (supervised now or later) and their output before the last norm [A, H]."""
     needed = supervised.flip(0).cumsum(0).flip(0) > 0  # [S, R]
-    first_RH = draft.fuse(batch.aux)
-    inputs = draft.layer_input(draft.embed(batch.tokens), first_RH)
-    k_RGE, v_RGE = draft.keys_values(inputs, batch.positions)
+    first_RH = draft.fuse(even(batch.aux))
+    inputs = draft.layer_input(draft.embed(even(batch.tokens)), first_RH)
+    k_RGE, v_RGE = draft.keys_values(inputs, even(batch.positions))
     states, own = [], []
     hidden_AH = first_RH
     active = torch.arange(batch.rows, device=batch.tokens.device)
     for i in range(len(needed)):
         kept = needed[i][active].nonzero().squeeze(1)
         active, hidden_AH = active[kept], hidden_AH[kept]
+        n, positions = len(active), even(batch.positions[active] + i)
         if i == 0:
-            q_ANE = draft.queries(inputs[active], batch.positions[active])
+            q_ANE = draft.queries(even(inputs[active]), positions)[:n]
         else:
             own = [(k[kept], v[kept]) for k, v in own]
-            embeds = draft.embed(batch.tokens[active + i])
-            q_ANE, k, v = draft.qkv(embeds, hidden_AH, batch.positions[active] + i)
+            embeds = draft.embed(even(batch.tokens[active + i]))
+            q_ANE, k, v = (part[:n] for part in draft.qkv(embeds, even(hidden_AH), positions))
             own.append((k, v))
-        hidden_AH = draft.finish(hidden_AH, _attend(q_ANE, k_RGE, v_RGE, own, active, batch.lengths))
+        attended = _attend(q_ANE, k_RGE, v_RGE, own, active, batch.lengths)
+        hidden_AH = draft.finish(even(hidden_AH), even(attended))[:n]
         states.append((active, hidden_AH))
     return states
 
 
 def _attend(q_ANE, k_RGE, v_RGE, own, active, lengths) -> torch.Tensor:
-    """One softmax over the causal keys of step 0 and the row's own keys of later steps -> [A, N*E]. Documents stay apart."""
+    """One softmax over the causal keys of step 0 and the row's own keys of later steps -> [A, N*E]. Documents stay apart.
+
+    In float32 throughout: a small part of the work, and of as many shapes as there are documents (see rows.py).
+    """
+    dtype = q_ANE.dtype
+    wide = torch.promote_types(dtype, torch.float32)
+    with torch.autocast(q_ANE.device.type, enabled=False):
+        own = [(k.to(wide), v.to(wide)) for k, v in own]
+        return _attend_wide(q_ANE.to(wide), k_RGE.to(wide), v_RGE.to(wide), own, active, lengths).to(dtype)
+
+
+def _attend_wide(q_ANE, k_RGE, v_RGE, own, active, lengths) -> torch.Tensor:
     A, N, E = q_ANE.shape
     G = k_RGE.shape[1]
     q = q_ANE.view(A, G, N // G, E) * E**-0.5
-    diagonal = [(q * k[:, :, None]).sum(-1, dtype=torch.float32) for k, _ in own]  # each [A, G, N/G]
-    diagonal = torch.stack(diagonal, -1) if own else q.new_empty(A, G, N // G, 0, dtype=torch.float32)
+    diagonal = [(q * k[:, :, None]).sum(-1) for k, _ in own]  # each [A, G, N/G]
+    diagonal = torch.stack(diagonal, -1) if own else q.new_empty(A, G, N // G, 0)
     starts = torch.tensor([0, *lengths]).cumsum(0)
     cuts = torch.searchsorted(active.cpu(), starts).tolist()
     outs, shares = [], []
@@ -122,10 +141,10 @@ def _attend(q_ANE, k_RGE, v_RGE, own, active, lengths) -> torch.Tensor:
             continue
         keys, values = k_RGE[start : start + length], v_RGE[start : start + length]
         queries = q[a:b].permute(1, 2, 0, 3).reshape(G, -1, E)  # [G, N/G * a, E]
-        scores = (queries @ keys.permute(1, 2, 0)).float().view(G, N // G, b - a, length)
+        scores = (queries @ keys.permute(1, 2, 0)).view(G, N // G, b - a, length)
         future = torch.arange(length, device=active.device) > (active[a:b] - start)[:, None]
         scores = scores.masked_fill(future, float("-inf"))
-        share = torch.softmax(torch.cat((scores, diagonal[a:b].permute(1, 2, 0, 3)), -1), -1).to(q.dtype)
+        share = torch.softmax(torch.cat((scores, diagonal[a:b].permute(1, 2, 0, 3)), -1), -1)
         out = share[..., :length].reshape(G, -1, length) @ values.permute(1, 0, 2)
         outs.append(out.view(G, N // G, b - a, E).permute(2, 0, 1, 3))
         shares.append(share[..., length:].permute(2, 0, 1, 3))

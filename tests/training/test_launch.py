@@ -9,7 +9,7 @@ import pytest
 from eagle3_helpers.durable import read_json, write_json
 from eagle3_helpers.errors import StageFailed
 from eagle3_helpers.training.launch import launch, stop_trainer, trainer_status
-from eagle3_helpers.training.monitor import attach, status_line, training_checks
+from eagle3_helpers.training.monitor import _Panel, attach, status_line, training_checks
 
 
 def trainers_of(run) -> list[int]:
@@ -71,6 +71,11 @@ def test_a_killed_trainer_is_failed_and_a_trainer_that_never_was_is_none(tiny_ru
     assert status.state == "failed" and "without a word" in status.reason
     with pytest.raises(StageFailed, match="failed at step"):
         attach(run.run.folder)
+
+
+def test_the_training_panel_shows_curves_and_the_status_line(straight):
+    page = _Panel(straight.metrics, "trainer finished: step 10")._repr_html_()
+    assert "data:image/png;base64," in page and page.endswith("<p>trainer finished: step 10</p>")
 
 
 def test_a_trainer_that_refuses_shows_its_reason_and_log(tiny_run, capsys):

@@ -11,6 +11,7 @@ from safetensors.torch import load
 
 from eagle3_helpers.durable import file_digest, read_lines
 from eagle3_helpers.states.format import State, encode_state
+from eagle3_helpers.training import loop
 from eagle3_helpers.training.checkpoints import load_result
 from eagle3_helpers.training.loop import main
 
@@ -98,7 +99,8 @@ def test_kill_9_loses_only_the_steps_since_the_last_checkpoint_and_changes_nothi
     assert_same_training(run, straight)
 
 
-def test_a_second_trainer_is_refused_with_exit_4(tiny_run, capsys):
+def test_a_second_trainer_is_refused_with_exit_4(tiny_run, capsys, monkeypatch):
+    monkeypatch.setattr(loop, "LOCK_SECONDS", 0.1)
     run = tiny_run()
     run.folder.mkdir(parents=True)
     with FileLock(run.folder / "lock"):
