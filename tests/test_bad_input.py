@@ -5,7 +5,7 @@ import subprocess
 
 import pytest
 
-from tests.makers import make_target, write_jsonl
+from tests.makers import make_conversations, make_target, write_jsonl
 
 
 def refused(done, code: int, *words: str) -> None:
@@ -51,10 +51,14 @@ def test_a_missing_data_file_exits_2(home):
 
 def test_a_chat_template_that_supervises_nothing_stops_after_the_first_conversations(home, tmp_path):
     folder = make_target(tmp_path / "mute")
-    (folder / "chat_template.jinja").write_text("{% for message in messages %}x{% endfor %}")
-    done = home.run("mute", "--to", "extract", "--set", f"target.path={folder}", "--set", "store.name=mute")
-    refused(done, 4, "chat template", str(folder))
-    assert not (home.folder / "data" / "mute" / "states").exists()
+    (folder / "chat_template.jinja").write_text(
+        "{% for message in messages if message.role == 'user' %}<|im_start|>{{ message.content }}<|im_end|>{% endfor %}"
+    )
+    data = make_conversations(tmp_path / "many.jsonl", count=40)
+    settings = {"target.path": folder, "samples.conversations": data, "store.name": "mute"}
+    done = home.run("mute", "--to", "extract", *(f"--set={name}={value}" for name, value in settings.items()))
+    refused(done, 4, "the first 32 conversations gave no supervised token with the chat template of", str(folder))
+    assert not (home.folder / "data" / "mute").exists()
 
 
 def test_a_target_without_a_chat_template_exits_2(home, tmp_path):

@@ -21,9 +21,6 @@ from eagle3_helpers.training.spec import read_spec
 
 LIVE = ("launching", "running")
 LAST_LINES = 12
-QUIET_THREADS = {
-    "OMP_WAIT_POLICY": "PASSIVE"
-}  # spinning ones make a step 10 times as slow when another process wants a core
 LAUNCH_SECONDS = 60  # that a second launch waits for the first to be through
 
 
@@ -76,11 +73,7 @@ def launch(run: Run, redeem: Callable[[Run], object]) -> TrainerStatus:
                 stdout=log,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
-                env={
-                    **QUIET_THREADS,
-                    **os.environ,
-                    "CUDA_VISIBLE_DEVICES": ",".join(plan["gpus"]),
-                },  # the approved GPUs, or none
+                env=os.environ | {"CUDA_VISIBLE_DEVICES": ",".join(plan["gpus"])},  # the approved GPUs, or none
             )
         write_json(folder / "process.json", note | {"pid": process.pid, "created": _created(process.pid)})
     run.event("trainer launched", trainer=process.pid, plan=note["plan_digest"])
