@@ -132,7 +132,7 @@ def new_params(
     """Write a params file with every setting, its default and what it means."""
     from eagle3_helpers.durable import write_text
     from eagle3_helpers.params import load_params
-    from eagle3_helpers.params_text import commented_params
+    from eagle3_helpers.params_reference import commented_params
 
     if path.exists():
         raise BadParams(f"{path} exists.", "Choose another name; nothing is overwritten.")

@@ -7,7 +7,7 @@ import yaml
 
 from eagle3_helpers.errors import BadParams
 from eagle3_helpers.params import Params, load_params
-from eagle3_helpers.params_text import commented_params, reference_table, settings
+from eagle3_helpers.params_reference import commented_params, reference_table, settings
 from tests.makers import params_values
 
 ROOT = Path(__file__).resolve().parents[1]

@@ -23,10 +23,10 @@ from eagle3_helpers.draft.export import export_digest, load_exported
 from eagle3_helpers.durable import write_json, write_text
 from eagle3_helpers.errors import CheckRefused
 from eagle3_helpers.evaluation.bigram import count_bigram, replay
+from eagle3_helpers.evaluation.intervals import bootstrap_interval, ratio_of_sums
 from eagle3_helpers.evaluation.lossless import Difference, first_differences, greedy
 from eagle3_helpers.evaluation.prompts import Prompt, choose_prompts, read_prompts, trained_on
-from eagle3_helpers.evaluation.reference import Answer, decode
-from eagle3_helpers.evaluation.statistics import bootstrap_interval, ratio_of_sums
+from eagle3_helpers.evaluation.reference_decoding import Answer, decode
 from eagle3_helpers.params import EvaluationParams, resolve
 from eagle3_helpers.progress import Progress
 from eagle3_helpers.target import Target

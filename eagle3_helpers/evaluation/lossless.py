@@ -9,7 +9,7 @@ import dataclasses
 
 import torch
 
-from eagle3_helpers.evaluation.reference import left_padded
+from eagle3_helpers.evaluation.reference_decoding import left_padded
 
 
 @dataclasses.dataclass(frozen=True)

@@ -12,9 +12,7 @@ from datetime import UTC, datetime
 
 from eagle3_helpers.display import Table
 from eagle3_helpers.errors import BadParams, CheckRefused, NotApproved
-from eagle3_helpers.gate.live import live_checks
-from eagle3_helpers.gate.plan import Plan, compare, deciding, plan_file, read_plan
-from eagle3_helpers.gate.record import (
+from eagle3_helpers.gate.approval_record import (
     Approval,
     Channel,
     Decision,
@@ -27,6 +25,8 @@ from eagle3_helpers.gate.record import (
     redeemed,
     write_decision,
 )
+from eagle3_helpers.gate.live_checks import live_checks
+from eagle3_helpers.gate.plan import Plan, compare, deciding, plan_file, read_plan
 from eagle3_helpers.runs import Run
 
 NAMED_CHANGES = 4  # in one sentence; longer lists are cut

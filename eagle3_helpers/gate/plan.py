@@ -16,8 +16,8 @@ from pathlib import Path
 from eagle3_helpers.display import Table, bytes_text, seconds_text
 from eagle3_helpers.durable import canonical_json, digest, write_bytes
 from eagle3_helpers.errors import CheckRefused
-from eagle3_helpers.gate.contents import Contents
 from eagle3_helpers.gate.cost import checkpoint_bytes, estimate, free_bytes
+from eagle3_helpers.gate.plan_contents import Contents
 from eagle3_helpers.recover.gpus import describe_gpus
 from eagle3_helpers.recover.processes import training_locked
 from eagle3_helpers.runs import Run, code_commit, now, versions

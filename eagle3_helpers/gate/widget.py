@@ -12,8 +12,8 @@ import ipywidgets
 
 from eagle3_helpers.errors import Refusal
 from eagle3_helpers.gate.approval import approve, reject
+from eagle3_helpers.gate.approval_record import Approval, minute
 from eagle3_helpers.gate.plan import Plan, read_plan
-from eagle3_helpers.gate.record import Approval, minute
 from eagle3_helpers.runs import Run
 
 TICKS = {

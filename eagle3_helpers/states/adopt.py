@@ -9,7 +9,7 @@ import dataclasses
 from eagle3_helpers.display import Table, bytes_text
 from eagle3_helpers.durable import append_lines
 from eagle3_helpers.progress import Progress
-from eagle3_helpers.states.examine import examine, in_threads
+from eagle3_helpers.states.check_file import examine, in_threads
 from eagle3_helpers.states.format import Damage
 from eagle3_helpers.states.inventory import UNLISTED, Finding
 from eagle3_helpers.states.manifest import Entry, new_manifest_file

@@ -17,7 +17,7 @@ import torch
 from eagle3_helpers.display import Checks, Table, bytes_text
 from eagle3_helpers.durable import write_json
 from eagle3_helpers.progress import Progress
-from eagle3_helpers.states.examine import examine, in_threads
+from eagle3_helpers.states.check_file import examine, in_threads
 from eagle3_helpers.states.format import CaptureRecord, Damage, State
 from eagle3_helpers.states.inventory import MISSING, Finding
 from eagle3_helpers.states.manifest import Entry, manifest_digest, read_manifest

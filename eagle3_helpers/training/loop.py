@@ -32,9 +32,9 @@ from eagle3_helpers.target import Target
 from eagle3_helpers.training.batches import Order
 from eagle3_helpers.training.checkpoints import Checkpoint, Checkpoints
 from eagle3_helpers.training.corpus import Corpus
+from eagle3_helpers.training.optimizer_step import Learner, Outcome
 from eagle3_helpers.training.spec import TrainingSpec, read_spec, untrained_draft
 from eagle3_helpers.training.step import Sums, Teacher
-from eagle3_helpers.training.update import Learner, Outcome
 
 LOCK_SECONDS = 2  # whoever looks whether a trainer lives holds the lock for an instant
 LOG_SECONDS = 5

@@ -13,7 +13,7 @@ import dataclasses
 
 import torch
 
-from eagle3_helpers.training.rows import ROWS, even
+from eagle3_helpers.training.even_rows import ROWS, even
 
 CHUNK_LOGITS = 1 << 22  # float32 logits held at a time: 16 MB
 

@@ -17,8 +17,8 @@ import torch
 
 from eagle3_helpers.draft.model import Draft
 from eagle3_helpers.training.batches import Batch
+from eagle3_helpers.training.even_rows import ROWS, even
 from eagle3_helpers.training.loss import soft_cross_entropy
-from eagle3_helpers.training.rows import ROWS, even
 
 CHUNK_LOGITS = 1 << 24  # target logits held at a time
 OUTSIDE = -1
@@ -118,7 +118,7 @@ def ttt_hidden(draft: Draft, batch: Batch, supervised: torch.Tensor) -> list[tup
 def _attend(q_ANE, k_RGE, v_RGE, own, active, lengths) -> torch.Tensor:
     """One softmax over the causal keys of step 0 and the row's own keys of later steps -> [A, N*E]. Documents stay apart.
 
-    In float32 throughout: a small part of the work, and of as many shapes as there are documents (see rows.py).
+    In float32 throughout: a small part of the work, and of as many shapes as there are documents (see even_rows.py).
     """
     dtype = q_ANE.dtype
     wide = torch.promote_types(dtype, torch.float32)

@@ -13,9 +13,9 @@ from eagle3_helpers.draft.model import Draft
 from eagle3_helpers.training.batches import Order, micro_batches
 from eagle3_helpers.training.corpus import Corpus
 from eagle3_helpers.training.loop import new_learner
+from eagle3_helpers.training.optimizer_step import Learner
 from eagle3_helpers.training.spec import TrainingSpec
 from eagle3_helpers.training.step import grade, row_weights, set_exam
-from eagle3_helpers.training.update import Learner
 
 
 def certify_on_data(spec: TrainingSpec) -> Checks:

@@ -10,8 +10,8 @@ import pytest
 from eagle3_helpers.durable import canonical_json, digest, read_lines, write_json
 from eagle3_helpers.errors import BadParams, CheckRefused, NotApproved
 from eagle3_helpers.gate.approval import approval_status, approve, auto_approve, redeem, reject, require_approval
+from eagle3_helpers.gate.approval_record import last_decided
 from eagle3_helpers.gate.plan import plan_file
-from eagle3_helpers.gate.record import last_decided
 from eagle3_helpers.states.store import Store
 from tests.gate.conftest import add_samples, written_plan
 from tests.gate.test_plan import locked

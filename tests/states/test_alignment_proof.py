@@ -9,7 +9,7 @@ from eagle3_helpers.capture.transformers_backend import capture, capture_record
 from eagle3_helpers.durable import append_lines
 from eagle3_helpers.errors import CheckRefused
 from eagle3_helpers.params import load_params
-from eagle3_helpers.states.alignment import prove_alignment
+from eagle3_helpers.states.alignment_proof import prove_alignment
 from eagle3_helpers.states.format import State, encode_state, read_state
 from eagle3_helpers.states.manifest import new_entry, new_manifest_file
 from eagle3_helpers.states.store import Store

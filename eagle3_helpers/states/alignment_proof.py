@@ -21,7 +21,7 @@ from torch.nn.functional import cosine_similarity
 from eagle3_helpers.display import Checks, Table
 from eagle3_helpers.errors import CheckRefused
 from eagle3_helpers.progress import Progress
-from eagle3_helpers.states.examine import examine
+from eagle3_helpers.states.check_file import examine
 from eagle3_helpers.states.format import Damage
 from eagle3_helpers.states.inventory import Finding
 from eagle3_helpers.states.manifest import read_manifest

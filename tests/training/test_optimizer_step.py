@@ -2,7 +2,7 @@ import pytest
 import torch
 
 from eagle3_helpers.params import TrainingParams
-from eagle3_helpers.training.update import Learner, lr_at
+from eagle3_helpers.training.optimizer_step import Learner, lr_at
 from tests.training.tiny import STEPS, tiny_document, tiny_draft, tiny_teacher
 
 DOCUMENTS = [tiny_document("a", 12, 5), tiny_document("b", 7, 1), tiny_document("d", 15, 3)]

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from eagle3_helpers.errors import CheckRefused
-from eagle3_helpers.evaluation.reference import decode
+from eagle3_helpers.evaluation.reference_decoding import decode
 from tests.evaluation.conftest import draft_rows, true_aux
 
 STOP = [383]  # a token that the answers of the fixture never reach

@@ -4,8 +4,7 @@ import numpy as np
 import pytest
 
 from eagle3_helpers.errors import CheckRefused
-from eagle3_helpers.evaluation import statistics
-from eagle3_helpers.evaluation.statistics import bootstrap_interval, ratio_of_sums
+from eagle3_helpers.evaluation.intervals import bootstrap_interval, ratio_of_sums
 
 
 def test_the_ratio_is_of_sums_not_a_mean_of_ratios():
@@ -38,7 +37,7 @@ def test_equal_seeds_give_equal_bounds_at_any_block_size(monkeypatch):
     tokens, steps = list(range(10, 40)), list(range(5, 35))
     bounds = bootstrap_interval(tokens, steps, 5)
     assert bootstrap_interval(tokens, steps, 5) == bounds != bootstrap_interval(tokens, steps, 6)
-    monkeypatch.setattr(statistics, "BLOCK", 100)
+    monkeypatch.setattr(intervals, "BLOCK", 100)
     assert bootstrap_interval(tokens, steps, 5) == bounds
 
 
