@@ -9,12 +9,25 @@ import contextlib
 import hashlib
 import json
 import os
+import secrets
+import socket
 from collections.abc import Iterator
 from pathlib import Path
 
 from eagle3_helpers.errors import CheckRefused
 
 TEMPORARY = ".writing-"
+
+
+def temporary_name(name: str) -> str:
+    """A name for the unfinished `name` that says who writes it and that nobody else uses, on any host or in any container."""
+    return f"{TEMPORARY}{name}~{socket.gethostname()}~{os.getpid()}~{secrets.token_hex(4)}"
+
+
+def temporary_writer(name: str) -> tuple[str, int] | None:
+    """(host, process id) that a temporary name tells of; None where it was not made by `temporary_name`."""
+    parts = name.rsplit("~", 3)
+    return (parts[1], int(parts[2])) if len(parts) == 4 and parts[2].isdigit() else None
 
 
 def sync_folder(folder: Path) -> None:
@@ -30,7 +43,7 @@ def write_bytes(path: Path, content: bytes) -> None:
     """Puts `content` at `path`, whole or not at all. The folder is made if it is not there."""
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.parent / f"{TEMPORARY}{path.name}.{os.getpid()}"
+    temporary = path.parent / temporary_name(path.name)
     try:
         with open(temporary, "wb") as file:
             file.write(content)
@@ -81,19 +94,23 @@ def append_lines(path: Path, records: list[dict], durable: bool = True) -> None:
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     new = not path.exists()
+    text = json_lines(records)
     with open(path, "ab+") as file:
         end = file.seek(0, os.SEEK_END)
         if end:
             file.seek(end - 1)
             if file.read(1) != b"\n":
                 file.truncate(_end_of_last_whole_line(file, end))
-        text = "".join(json.dumps(record, ensure_ascii=False, allow_nan=False) + "\n" for record in records)
         file.write(text.encode())
         file.flush()
         if durable:
             os.fsync(file.fileno())
     if new and durable:
         sync_folder(path.parent)
+
+
+def json_lines(records: list[dict]) -> str:
+    return "".join(json.dumps(record, ensure_ascii=False, allow_nan=False) + "\n" for record in records)
 
 
 def _end_of_last_whole_line(file, end: int, block: int = 65536) -> int:

@@ -20,7 +20,7 @@ from eagle3_helpers.gate.approval import auto_approve, require_approval
 from eagle3_helpers.params import home
 from eagle3_helpers.report.page import build_report
 from eagle3_helpers.runs import Run, open_run
-from eagle3_helpers.stages import STAGES, Stage, require_target, stage_named, stage_state
+from eagle3_helpers.stages import STAGES, Stage, require_foundations, require_target, stage_named, stage_state
 from eagle3_helpers.training.launch import needs_launch
 
 NOTEBOOKS = Path(__file__).resolve().parents[1] / "notebooks"
@@ -53,6 +53,7 @@ def run_stages(
                 if state.done:
                     print(f"{stage.name}: nothing to do ({state.reason})", flush=True)
                     continue
+                require_foundations(run, stage)
                 if stage.name == "05_train":
                     _pass_gate(run, approve_as)
                 _execute(run, stage, params_file, overrides or {})

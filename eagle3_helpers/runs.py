@@ -168,17 +168,21 @@ def versions() -> dict:
 
 
 def code_commit() -> dict:
-    """Commit of the runbook and whether files differ from it; nulls outside a git checkout."""
+    """Commit of the runbook, whether files differ from it, and sha256 of how the package itself does; nulls outside git.
 
-    def git(*arguments: str) -> str | None:
-        done = subprocess.run(
-            ["git", "-C", str(Path(__file__).parent), *arguments], capture_output=True, text=True, check=False
-        )
+    `diff` is null too where the package is as committed. Notebooks do not count in it: JupyterLab saves them as they run.
+    """
+
+    def git(*arguments: str) -> bytes | None:
+        done = subprocess.run(["git", "-C", str(Path(__file__).parent), *arguments], capture_output=True, check=False)
         return done.stdout.strip() if done.returncode == 0 else None
 
     try:
         commit = git("rev-parse", "HEAD")
-        dirty = bool(git("status", "--porcelain", "--untracked-files=no")) if commit else None
     except FileNotFoundError:
-        commit = dirty = None
-    return {"commit": commit, "dirty": dirty}
+        commit = None
+    if not commit:
+        return {"commit": None, "dirty": None, "diff": None}
+    diff = git("diff", "--no-ext-diff", "--no-textconv", "--no-color", "--binary", "HEAD", "--", ".")
+    dirty = bool(git("status", "--porcelain", "--untracked-files=no"))
+    return {"commit": commit.decode(), "dirty": dirty, "diff": digest(diff) if diff else None}

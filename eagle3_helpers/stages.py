@@ -1,11 +1,13 @@
-"""The six stages: what each reads, what it writes, and whether it is done.
+"""The six stages: what each reads and writes, which others it rests on, and whether it is done.
 
     01_recover -> 02_extract -> 03_verify -> 04_inspect_freeze -> (approval) -> 05_train -> 06_evaluate
-A stage is done when its receipt is there, valid, and the digests of all it read and wrote are still those in the receipt.
-Change an input and every later stage that rests on it says "stale" and names the input.
+A stage is done when its receipt is there and whole, the digests of all it read and wrote are still those in the receipt, and
+the stages it rests on are done. Change an input, or cut a stored file short, and the stage that depends on it says "stale" and
+names what changed; so does every stage after it.
 """
 
 import atexit
+import functools
 import html
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -14,110 +16,164 @@ from pathlib import Path
 import psutil
 
 from eagle3_helpers.display import Checks, Table
-from eagle3_helpers.durable import digest, file_digest, read_json, write_json
-from eagle3_helpers.errors import CheckRefused, StageFailed
+from eagle3_helpers.draft.export import FILES, export_digest
+from eagle3_helpers.durable import digest, file_digest, json_lines, read_json, write_json, write_text
+from eagle3_helpers.errors import CheckRefused, Refusal, StageFailed
 from eagle3_helpers.params import resolve
 from eagle3_helpers.runs import Run, now, open_run
 from eagle3_helpers.samples.table import SampleTable, load_samples
+from eagle3_helpers.states.inventory import Inventory, take_inventory
 from eagle3_helpers.states.manifest import manifest_digest
 from eagle3_helpers.states.store import Store
 from eagle3_helpers.target import Target
 
 
+class Evidence:
+    """What the disk says about a run, each thing looked at once and only if a stage asks; None for what is not there.
+
+    `hashing` allows reading all of the target's weights, where their digests are not remembered.
+    """
+
+    def __init__(self, run: Run, hashing: bool):
+        self.run, self.hashing = run, hashing
+
+    def params(self, *names: str) -> str:
+        """Digest of the settings with these dotted names; a section's name takes all of it."""
+        values = self.run.params.values()
+        chosen = {}
+        for name in names:
+            section, _, setting = name.partition(".")
+            chosen[name] = values[section][setting] if setting else values[section]
+        return digest(chosen)
+
+    def file(self, name: str) -> str | None:
+        """Of a file in the run folder, or at an absolute path."""
+        path = self.run.folder / name
+        return file_digest(path) if path.is_file() else None
+
+    @functools.cached_property
+    def target(self) -> str | None:
+        target = Target(self.run.params.target)
+        identity = target.identity if self.hashing else target.known_identity
+        return identity and digest(identity)
+
+    @functools.cached_property
+    def table(self) -> SampleTable | None:
+        """The one that stage 02 of this run points to."""
+        pointer = read_json(self.run.folder / "samples.json")
+        return load_samples(Path(pointer["folder"])) if pointer else None
+
+    @functools.cached_property
+    def store(self) -> Store | None:
+        folder = self.run.params.store_folder
+        return Store.open(folder) if (folder / "store.json").exists() else None
+
+    @functools.cached_property
+    def inventory(self) -> Inventory | None:
+        return take_inventory(self.store, self.table) if self.store and self.table else None
+
+    @functools.cached_property
+    def states(self) -> str | None:
+        """Of the states of this run's samples: what the manifest lists, and which of the files have that size."""
+        if self.inventory is None:
+            return None
+        return digest([manifest_digest(self.store, self.table.sample_ids), sorted(self.inventory.ok)])
+
+    @functools.cached_property
+    def data(self) -> dict:
+        return {
+            "samples": self.table and self.table.digest,
+            "states": self.states,
+            "draft vocabulary": self.file("draft_vocab.safetensors"),
+        }
+
+    @property
+    def export(self) -> str | None:
+        folder = self.run.folder / "export" / "sglang"
+        return export_digest(folder) if all((folder / name).is_file() for name in FILES) else None
+
+
 @dataclass(frozen=True)
 class Stage:
-    """`reads` and `writes` give {name: digest} of a run; None where a file is not there."""
+    """`reads` and `writes` give {name: digest}; `rests_on` names the stages that must be done before this one."""
 
     name: str
     purpose: str
-    reads: Callable[[Run], dict]
-    writes: Callable[[Run], dict]
-
-
-def _file(path: Path) -> str | None:
-    return file_digest(path) if path.is_file() else None
-
-
-def _manifest(run: Run) -> str | None:
-    folder = run.params.store_folder
-    return manifest_digest(Store.open(folder)) if (folder / "store.json").is_file() else None
-
-
-def _samples(run: Run) -> str | None:
-    """Digest of the sample table that stage 02 of this run points to."""
-    table = read_json(run.folder / "samples.json")
-    return table and _file(Path(table["folder"]) / "samples.safetensors")
-
-
-def _data(run: Run) -> dict:
-    return {
-        "samples": _samples(run),
-        "manifest": _manifest(run),
-        "draft vocabulary": _file(run.folder / "draft_vocab.safetensors"),
-    }
-
-
-def _params(run: Run, *sections: str) -> str:
-    return digest(run.params.values(*sections))
-
-
-def _export(run: Run) -> str | None:
-    return _file(run.folder / "export" / "sglang" / "model.safetensors")
+    rests_on: tuple[str, ...]
+    reads: Callable[[Evidence], dict]
+    writes: Callable[[Evidence], dict]
 
 
 STAGES = [
     Stage(
         "01_recover",
         "what survived, what holds the machine, what to do next",
-        lambda run: {"params": _params(run, "target", "store"), "interrupted attempts": digest(run.interrupted())},
-        lambda run: {"recovery.json": _file(run.folder / "recovery.json")},
+        (),
+        lambda seen: {
+            "params": seen.params("target", "store.data_root", "store.name"),
+            "interrupted attempts": digest(seen.run.interrupted()),
+        },
+        lambda seen: {
+            "recovery.json": seen.file("recovery.json"),
+            "damage in the store": digest(seen.inventory.damage if seen.inventory else []),
+        },
     ),
     Stage(
         "02_extract",
         "conversations to samples, samples to the target's hidden states",
-        lambda run: {
-            "params": _params(run, "target", "samples", "store") + f"/{run.params.draft.vocab_size}",
-            "conversations": _file(resolve(run.params.samples.conversations)),
-            "target": digest(Target(run.params.target).identity),
+        (),
+        lambda seen: {
+            "params": seen.params(
+                "target",
+                "samples.max_length",
+                "samples.answer_tokens",
+                "store.data_root",
+                "store.name",
+                "draft.vocab_size",
+            ),
+            "conversations": seen.file(resolve(seen.run.params.samples.conversations)),
+            "target": seen.target,
         },
-        _data,
+        lambda seen: seen.data,
     ),
     Stage(
         "03_verify",
         "every stored byte read again, and the alignment proved by the target itself",
-        _data,
-        lambda run: {"verification.json": _file(run.folder / "verification.json")},
+        ("02_extract",),
+        lambda seen: seen.data,
+        lambda seen: {"verification.json": seen.file("verification.json")},
     ),
     Stage(
         "04_inspect_freeze",
         "what trains, what stays frozen, and the plan a person approves",
-        lambda run: {
-            **_data(run),
-            "params": _params(run, "target", "draft", "training", "gate"),
-            "verification.json": _file(run.folder / "verification.json"),
+        ("02_extract", "03_verify"),
+        lambda seen: {
+            **seen.data,
+            "params": seen.params("target", "draft", "training", "gate"),
+            "verification.json": seen.file("verification.json"),
         },
-        lambda run: {
-            "freeze_table.json": _file(run.folder / "freeze_table.json"),
-            "plan.json": _file(run.folder / "plan.json"),
-        },
+        lambda seen: {"freeze_table.json": seen.file("freeze_table.json"), "plan.json": seen.file("plan.json")},
     ),
     Stage(
         "05_train",
         "the approved plan, launched outside the kernel and watched",
-        lambda run: {"plan.json": _file(run.folder / "plan.json")},
-        lambda run: {"training/result.json": _file(run.folder / "training" / "result.json")},
+        ("02_extract", "03_verify", "04_inspect_freeze"),
+        lambda seen: {"plan.json": seen.file("plan.json")},
+        lambda seen: {"training/result.json": seen.file("training/result.json")},
     ),
     Stage(
         "06_evaluate",
         "export, then what the draft is worth",
-        lambda run: {
-            "training/result.json": _file(run.folder / "training" / "result.json"),
-            "params": _params(run, "evaluation"),
-            "prompts": _file(resolve(run.params.evaluation.prompts)),
+        ("02_extract", "04_inspect_freeze", "05_train"),
+        lambda seen: {
+            "training/result.json": seen.file("training/result.json"),
+            "params": seen.params("evaluation"),
+            "prompts": seen.file(resolve(seen.run.params.evaluation.prompts)),
         },
-        lambda run: {
-            "export": _export(run),
-            "evaluation/summary.json": _file(run.folder / "evaluation" / "summary.json"),
+        lambda seen: {
+            "export": seen.export,
+            "evaluation/summary.json": seen.file("evaluation/summary.json"),
+            "evaluation/prompts.jsonl": seen.file("evaluation/prompts.jsonl"),
         },
     ),
 ]
@@ -134,7 +190,7 @@ def stage_named(name: str) -> Stage:
 
 @dataclass(frozen=True)
 class StageState:
-    """ "done", "stale" (with what changed) or "to do", and the receipt if there is one."""
+    """`state` is "done", "stale", "to do" or "cannot tell", `reason` says why; `receipt` is there if it is whole."""
 
     name: str
     state: str
@@ -146,24 +202,49 @@ class StageState:
         return self.state == "done"
 
 
+def stage_states(run: Run, hashing: bool = False) -> dict[str, StageState]:
+    """The state of every stage, by name, from one look at the disk. Without `hashing` it is quick and changes nothing."""
+    seen, states = Evidence(run, hashing), {}
+    for stage in STAGES:
+        try:
+            states[stage.name] = _judge(stage, seen, states)
+        except (Refusal, OSError) as error:
+            states[stage.name] = StageState(stage.name, "cannot tell", str(error), None)
+    return states
+
+
 def stage_state(run: Run, stage: Stage) -> StageState:
-    receipt = run.receipt(stage.name)
+    """The state of one stage. Raises what looking at the disk raises."""
+    seen, states = Evidence(run, hashing=True), {}
+    for earlier in STAGES[: STAGES.index(stage) + 1]:
+        states[earlier.name] = _judge(earlier, seen, states)
+    return states[stage.name]
+
+
+def _judge(stage: Stage, seen: Evidence, states: dict[str, StageState]) -> StageState:
+    receipt = seen.run.receipt(stage.name)
     if receipt is None:
-        damaged = run.receipt_file(stage.name).exists()
+        damaged = seen.run.receipt_file(stage.name).exists()
         return StageState(stage.name, "to do", "its receipt is damaged" if damaged else "no receipt yet", None)
+    reads, writes = stage.reads(seen), stage.writes(seen)
+    if stage.name == "02_extract" and reads["target"] is None and not seen.hashing:
+        return StageState(stage.name, "cannot tell", "the target's weights changed and are not hashed yet", receipt)
     changed = [
         name
-        for kind, now_there in (("inputs", stage.reads(run)), ("outputs", stage.writes(run)))
-        for name in {**receipt[kind], **now_there}
-        if receipt[kind].get(name) != now_there.get(name)
+        for kind, there in (("inputs", reads), ("outputs", writes))
+        for name in {**receipt[kind], **there}
+        if receipt[kind].get(name) != there.get(name)
     ]
     if changed:
         return StageState(stage.name, "stale", f"changed since: {', '.join(dict.fromkeys(changed))}", receipt)
+    undone = [name for name in stage.rests_on if not states[name].done]
+    if undone:
+        return StageState(stage.name, "stale", f"rests on {undone[0]}, which is {states[undone[0]].state}", receipt)
     return StageState(stage.name, "done", f"receipt of {receipt['ended'][:19]} UTC", receipt)
 
 
 def status_table(run: Run) -> Table:
-    rows = [[state.name, state.state, state.reason] for state in (stage_state(run, stage) for stage in STAGES)]
+    rows = [[state.name, state.state, state.reason] for state in stage_states(run).values()]
     return Table(["stage", "state", "why"], rows, f"run {run.id}")
 
 
@@ -175,7 +256,7 @@ class Attempt:
         self.target = Target(run.params.target)
         self.before = stage_state(run, stage)
         self.started = now()
-        self.reads = stage.reads(run)
+        self.reads = stage.reads(Evidence(run, hashing=True))
         attempts = sum(event["stage"] == stage.name for event in run.events("stage started"))
         self.name = f"{stage.name}-{attempts + 1}"
         run.write_params()
@@ -185,7 +266,8 @@ class Attempt:
         atexit.register(self.close, "the kernel ended before the receipt")
 
     def __repr__(self) -> str:
-        return f"{self.stage.name}: {self.stage.purpose}\n{self.run}, {self.before.state} ({self.before.reason}), attempt {self.name}"
+        state = f"{self.before.state} ({self.before.reason})"
+        return f"{self.stage.name}: {self.stage.purpose}\n{self.run}, {state}, attempt {self.name}"
 
     def _repr_html_(self) -> str:
         lines = [html.escape(line) for line in repr(self).splitlines()]
@@ -194,28 +276,21 @@ class Attempt:
     @property
     def samples(self) -> SampleTable | None:
         """The sample table that stage 02 of this run points to; None before that."""
-        pointer = read_json(self.run.folder / "samples.json")
-        return load_samples(Path(pointer["folder"])) if pointer else None
+        return Evidence(self.run, hashing=False).table
 
     @property
     def store(self) -> Store | None:
         """The hidden-state store; None where nothing was ever stored."""
-        folder = self.params.store_folder
-        return Store.open(folder) if (folder / "store.json").exists() else None
-
-    def need(self, *names: str) -> None:
-        """Raises CheckRefused unless the stages `names` are done, saying which to run."""
-        states = [stage_state(self.run, stage_named(name)) for name in names]
-        undone = [state for state in states if not state.done]
-        if undone:
-            raise CheckRefused(
-                "; ".join(f"{state.name} is {state.state} ({state.reason})" for state in undone) + ".",
-                f"Run {undone[0].name} first.",
-            )
+        return Evidence(self.run, hashing=False).store
 
     def write(self, name: str, value) -> None:
-        """Writes a JSON output of this stage into the run folder; where the stage is done already, the file stands."""
-        if not self.before.done:
+        """Writes an output of this stage into the run folder, JSON or (name ends so) JSONL; where the stage is done already,
+        the file stands."""
+        if self.before.done:
+            return
+        if name.endswith(".jsonl"):
+            write_text(self.run.folder / name, json_lines(value))
+        else:
             write_json(self.run.folder / name, value)
 
     def close(self, error: str) -> None:
@@ -231,7 +306,8 @@ class Attempt:
         input changed while the stage ran or an output is not there.
         """
         checks.require()
-        reads, writes = self.stage.reads(self.run), self.stage.writes(self.run)
+        seen = Evidence(self.run, hashing=True)
+        reads, writes = self.stage.reads(seen), self.stage.writes(seen)
         changed = [name for name in reads if reads[name] != self.reads.get(name)]
         if changed:
             raise StageFailed(f"{self.stage.name}: {', '.join(changed)} changed while it ran.", "Run it again.")
@@ -250,7 +326,7 @@ class Attempt:
                 checks=checks.items,
                 results=results,
             )
-        if self._open:
+        if self._open or not kept.done:
             self._open = False
             self.run.event(
                 "stage done", stage=self.stage.name, attempt=self.name, receipt=receipt["digest"], unchanged=kept.done
@@ -275,10 +351,15 @@ class Finished:
 
 
 def begin(name: str, params_file: str, run_id: str = "", overrides: dict | None = None) -> Attempt:
-    """Opens a run for one stage. Raises BadParams for a params file, a target or data that cannot be meant."""
-    run = open_run(params_file, run_id, overrides)
+    """Opens a run for one stage.
+
+    Raises BadParams for a params file, a target or data that cannot be meant, CheckRefused where a stage that this one rests
+    on is not done.
+    """
+    run, stage = open_run(params_file, run_id, overrides), stage_named(name)
     require_target(run)
-    return Attempt(stage_named(name), run)
+    require_foundations(run, stage)
+    return Attempt(stage, run)
 
 
 def require_target(run: Run) -> Target:
@@ -287,6 +368,17 @@ def require_target(run: Run) -> Target:
     target.require()
     target.boundaries  # noqa: B018 (raises)
     return target
+
+
+def require_foundations(run: Run, stage: Stage) -> None:
+    """Raises CheckRefused unless the stages that `stage` rests on are done, saying which to run."""
+    states = [stage_state(run, stage_named(name)) for name in stage.rests_on]
+    undone = [state for state in states if not state.done]
+    if undone:
+        raise CheckRefused(
+            f"{stage.name} rests on {', '.join(f'{state.name}, which is {state.state} ({state.reason})' for state in undone)}.",
+            f"Run {undone[0].name} first (eagle3-runbook run --from {undone[0].name}).",
+        )
 
 
 def _tell_of_failing_cells(attempt: Attempt) -> None:

@@ -29,16 +29,26 @@ TOKENIZER_FILES = (
 )
 
 
+def _memory_file() -> Path:
+    return home() / "outputs" / "cache" / "weight_digests.json"
+
+
+def _memory_key(file: Path) -> str:
+    stat = file.stat()
+    return f"{file.resolve()} {stat.st_size} {stat.st_mtime_ns}"
+
+
+def _remembered(file: Path) -> str | None:
+    return (read_json(_memory_file()) or {}).get(_memory_key(file))
+
+
 def _remembered_digest(file: Path) -> str:
     """sha256 of a weight file, computed once for a path, size and time of change: a target can be a terabyte."""
-    memory_file = home() / "outputs" / "cache" / "weight_digests.json"
-    memory = read_json(memory_file) or {}
-    stat = file.stat()
-    key = f"{file.resolve()} {stat.st_size} {stat.st_mtime_ns}"
-    if key not in memory:
-        memory[key] = file_digest(file)
-        write_json(memory_file, memory)
-    return memory[key]
+    known = _remembered(file)
+    if known is None:
+        known = file_digest(file)
+        write_json(_memory_file(), {**(read_json(_memory_file()) or {}), _memory_key(file): known})
+    return known
 
 
 @dataclasses.dataclass(frozen=True)
@@ -143,6 +153,12 @@ class Target:
             "weights": {file.name: _remembered_digest(file) for file in self.weight_files()},
             "tokenizer": self.tokenizer_digest,
         }
+
+    @property
+    def known_identity(self) -> dict | None:
+        """`identity`, or None where that would read weights whose digest is not remembered yet."""
+        self.require()
+        return self.identity if all(_remembered(file) for file in self.weight_files()) else None
 
     @functools.cached_property
     def tokenizer_digest(self) -> str:

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import signal
 
 import psutil
@@ -81,18 +82,33 @@ def test_a_second_run_changes_no_file(home, finished):
     assert (home.out("whole") / "report.html").read_bytes() == before[str(home.out("whole") / "report.html")][1]
 
 
+def shown(home, run_id: str) -> dict:
+    """{stage: state} as the command `status` prints them."""
+    done = home.call("status", "--run", run_id)
+    assert done.returncode == 0, done.stderr
+    return dict(re.findall(r"^(0\d_\w+) +(done|stale|to do|cannot tell) ", done.stdout, re.MULTILINE))
+
+
 def test_status_shows_every_stage_done(home, finished):
-    shown = home.call("status", "--run", "whole")
-    assert shown.returncode == 0, shown.stderr
-    assert shown.stdout.count("done") >= len(NAMES)
-    assert "trainer: finished" in shown.stdout
+    assert shown(home, "whole") == dict.fromkeys(NAMES, "done")
+
+
+def test_evaluating_again_by_plain_papermill_leaves_the_numbers_as_they_are(home, finished, tmp_path):
+    before = contents(home.out("whole") / "evaluation"), home.receipt("whole", "06_evaluate")
+    done = home.papermill("06_evaluate", "whole", tmp_path / "06.ipynb")
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert (contents(home.out("whole") / "evaluation"), home.receipt("whole", "06_evaluate")) == before
 
 
 def test_a_changed_setting_makes_the_later_stages_stale_and_needs_a_new_approval(home, finished):
+    skipped = home.run("whole", "--set", "training.lr=0.004", "--from", "train")
+    assert skipped.returncode == 4, skipped.stdout + skipped.stderr
+    assert "05_train rests on 04_inspect_freeze, which is stale (changed since: params)" in skipped.stderr
     changed = home.run("whole", "--set", "training.lr=0.004", "--to", "train")
     assert changed.returncode == 3, changed.stdout + changed.stderr
     assert "spec.training.lr 0.003 -> 0.004" in changed.stderr
     assert "03_verify: nothing to do" in changed.stdout
+    assert shown(home, "whole")["06_evaluate"] == "stale"
 
 
 def test_plain_papermill_gives_the_same_outputs_as_the_runner(home, planned, tmp_path):
@@ -116,6 +132,19 @@ def test_an_expired_approval_is_refused(home, planned):
     late = home.run("late", *short)
     assert late.returncode == 3
     assert "expired" in late.stderr
+
+
+def test_a_file_cut_short_after_it_was_verified_is_found_and_done_again(home):
+    own = ["--to", "verify", "--set", "store.name=mended"]
+    assert home.run("mended", *own).returncode == 0
+    victim = sorted((home.folder / "data" / "mended" / "states").glob("*/*.safetensors"))[0]
+    os.truncate(victim, 100)
+    assert shown(home, "mended") == dict.fromkeys(NAMES[:3], "stale") | dict.fromkeys(NAMES[3:], "to do")
+    again = home.run("mended", *own)
+    assert again.returncode == 0, again.stdout + again.stderr
+    assert home.receipt("mended", "01_recover")["quarantined"] == 1
+    assert home.receipt("mended", "02_extract")["stored_now"] == 1
+    assert shown(home, "mended") == dict.fromkeys(NAMES[:3], "done") | dict.fromkeys(NAMES[3:], "to do")
 
 
 LONG = ["--set", "training.epochs=80", "--set", "training.checkpoint_every=10", "--set", "training.evaluate_every=100"]

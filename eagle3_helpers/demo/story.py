@@ -118,8 +118,9 @@ def _closing_summary(run: Run, seconds: float) -> None:
     _say("what happened")
     print(
         f"survived the kill     {recovered['survived']} samples, {recovered['quarantined']} damaged file quarantined\n"
-        f"extracted the rest    {extracted['stored_now']} of {len(table)} samples, none twice\n"
-        f"verified              {verified['files']} files, {verified['bytes']:,} bytes, alignment proved by the target\n"
+        f"extracted the rest    {extracted['stored_now']} of {len(table)} samples; {extracted['stored_before']} were kept\n"
+        f"verified              {verified['files']} files, {verified['bytes']:,} bytes; the target reproduces "
+        f"{verified['alignment']['samples']} of {verified['alignment']['samples']} samples it was asked about\n"
         f"acceptance length     {result['acceptance_length']:.2f} [{low:.2f}, {high:.2f}] on {result['n_prompts']} prompts\n"
         f"  same draft untrained {result['acceptance_length_untrained']:.2f}, bigrams {result['acceptance_length_bigram']:.2f}\n"
         f"answers changed       {result['lossless_mismatches']} of {result['n_prompts']} beyond numerical ties\n"

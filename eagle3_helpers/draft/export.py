@@ -76,7 +76,7 @@ def export_sglang(
     """Writes the folder, audits it, and returns its digest (64 hex, over both files).
 
     Weights are rounded to bfloat16. An export of equal digest that is there already is kept; a different one is moved
-    aside to `<name>.replaced-<first 8 hex of its digest>`. Raises CheckRefused for missing, unexpected, misshapen or
+    aside to `<name>.replaced-<its digest>`. Raises CheckRefused for missing, unexpected, misshapen or
     non-finite weights, for a draft vocabulary or a rope that does not fit, and where `folder` holds something else.
     """
     folder = Path(folder)
@@ -110,8 +110,8 @@ def export_sglang(
         if old == new:
             shutil.rmtree(writing)
             return new
-        aside = folder.with_name(f"{folder.name}.replaced-{old[:8]}")
-        if aside.exists():  # the same export was moved aside before
+        aside = folder.with_name(f"{folder.name}.replaced-{old}")
+        if aside.exists() and export_digest(aside) == old:  # the same export was moved aside before
             shutil.rmtree(folder)
         else:
             os.rename(folder, aside)

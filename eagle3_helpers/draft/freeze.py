@@ -31,7 +31,7 @@ COMPONENTS = {
     "midlayer.self_attn": ("attention", "random", "reads embedding and hidden side by side"),
     "midlayer.mlp": ("MLP", "random", "the layer's own knowledge"),
     "midlayer": ("norms", "ones", "scale what enters attention and MLP"),
-    "norm": ("norms", "ones", "scales what enters the head"),
+    "norm": ("norms", "1 / head row norm", "scales what enters the head; at first so that logits spread by 1"),
     "lm_head": ("head", "target rows", "starts as the target's rows of the draft vocabulary"),
 }
 
@@ -45,7 +45,7 @@ class Row:
     dtype: str
     trainable: bool
     in_optimizer: bool
-    origin: str  # where its first values come from: target, target rows, random, ones
+    origin: str  # where its first values come from: target, target rows, random, ones, 1 / head row norm
     why: str
 
 

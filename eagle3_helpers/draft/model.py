@@ -236,7 +236,9 @@ class Draft(nn.Module):
     def initialise(self, target: Target, draft_vocab, seed: int) -> "Draft":
         """The weights training starts from; returns the draft.
 
-        Embedding: the target's. lm_head: the target's rows of the draft vocabulary. Norms: 1. The rest: normal, 0.02.
+        Embedding: the target's. lm_head: the target's rows of the draft vocabulary. Last norm: 1 / the mean length of these
+        rows, because a normed hidden times a row of length r spreads its logits by about r: the first ones spread by 1, as a
+        guess should, not by what the head's scale happens to be. Other norms: 1. The rest: normal, 0.02.
         Raises CheckRefused where the target's tensors do not have the config's shape.
         """
         config = self.config
@@ -254,11 +256,14 @@ class Draft(nn.Module):
                 "Make the draft vocabulary and the plan from the same params.",
             )
         generator = torch.Generator().manual_seed(seed)  # on the CPU, so that every device starts from the same numbers
+        rows = head[draft_vocab.t2d]
         for name, weight in self.named_parameters():
             if name == EMBEDDING:
                 weight.copy_(embedding)
             elif name == "lm_head.weight":
-                weight.copy_(head[draft_vocab.t2d])
+                weight.copy_(rows)
+            elif name == "norm.weight":
+                weight.fill_(1 / rows.float().norm(dim=1).mean())
             elif weight.ndim == 1:
                 weight.fill_(1.0)
             else:

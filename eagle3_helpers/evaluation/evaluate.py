@@ -13,14 +13,12 @@ Tokens per second are of this reference, in torch and without a server; they com
 """
 
 import dataclasses
-import json
 import time
 from collections.abc import Callable
 from pathlib import Path
 
 from eagle3_helpers.display import Checks, Table
 from eagle3_helpers.draft.export import export_digest, load_exported
-from eagle3_helpers.durable import write_json, write_text
 from eagle3_helpers.errors import CheckRefused
 from eagle3_helpers.evaluation.bigram import count_bigram, replay
 from eagle3_helpers.evaluation.intervals import bootstrap_interval, ratio_of_sums
@@ -89,10 +87,8 @@ class Evaluation:
         return self._table()._repr_html_() + self.checks._repr_html_()
 
 
-def evaluate(
-    params: EvaluationParams, target: Target, exported_folder: Path, samples, untrained, out: Path
-) -> Evaluation:
-    """Measures the export at `exported_folder` and writes out/prompts.jsonl, then out/summary.json.
+def evaluate(params: EvaluationParams, target: Target, exported_folder: Path, samples, untrained) -> Evaluation:
+    """Measures the export at `exported_folder`; writes nothing.
 
     `samples` is the SampleTable of the training, `untrained` a Draft initialised with the training seed. Prompts that
     begin a training sample, or whose answers would pass the draft's last position, are left out and listed. `untrained`
@@ -160,8 +156,6 @@ def evaluate(
         }
         for prompt, answer in zip(prompts, trained, strict=True)
     ]
-    write_text(out / "prompts.jsonl", "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows))
-    write_json(out / "summary.json", summary)
     return Evaluation(summary, rows)
 
 

@@ -1,12 +1,11 @@
 """Approve, check, redeem: the three acts between a frozen plan and a launch.
 
 A person approves one plan by the sha256 of its bytes. The approval counts for that plan only, for a few hours, and for one
-launch; right before the launch the world is looked at again (same data, room on the disk, GPUs free, nobody else training).
+launch; right before the launch the world is looked at again (same data and code, room on the disk, GPUs free, nobody else training).
 Without a valid approval nothing starts: an absent, unreadable or unknown answer is a no. Every refusal says in one sentence
 why, and with which command the present plan is approved.
 """
 
-import json
 import re
 from datetime import UTC, datetime
 
@@ -16,6 +15,7 @@ from eagle3_helpers.gate.approval_record import (
     Approval,
     Channel,
     Decision,
+    decided_alike,
     decided_plan,
     last_decided,
     lock,
@@ -28,8 +28,7 @@ from eagle3_helpers.gate.approval_record import (
 from eagle3_helpers.gate.live_checks import live_checks
 from eagle3_helpers.gate.plan import Plan, compare, deciding, plan_file, read_plan
 from eagle3_helpers.runs import Run
-
-NAMED_CHANGES = 4  # in one sentence; longer lists are cut
+from eagle3_helpers.training.differences import told
 
 
 def approve(run: Run, digest: str, name: str, reason: str, channel: Channel, ticks: dict | None = None) -> Approval:
@@ -47,8 +46,18 @@ def reject(run: Run, digest: str, name: str, reason: str, channel: Channel) -> A
 
 
 def auto_approve(run: Run, name: str) -> Approval:
-    """Approves a plan that costs no more than gate.auto_approve_max_gpu_hours. Raises NotApproved above that."""
+    """Approves a plan that costs no more than gate.auto_approve_max_gpu_hours.
+
+    Raises NotApproved above that, and where a person rejected this plan: only a person takes that back.
+    """
     plan, limit = read_plan(run), run.params.gate.auto_approve_max_gpu_hours
+    last = decided_alike(run, plan)
+    if last and last["decision"] == "rejected":
+        when = minute(datetime.fromisoformat(last["time"]))
+        raise NotApproved(
+            f"this plan was rejected by {last['approver']} at {when}: {last['reason']}; --approve-as does not override that.",
+            _how_to_approve(run, plan),
+        )
     hours = plan.values["estimate"]["gpu_hours"]
     if hours > limit:
         raise NotApproved(
@@ -164,14 +173,7 @@ def _what_changed(run: Run, old_digest: str, plan: Plan) -> str:
     changes = compare(old, plan)
     decide = {*deciding(old.values), *deciding(plan.values)}
     named = [change for change in changes if change[0] in decide] or changes
-    texts = [f"{name} {_short(before)} -> {_short(after)}" for name, before, after in named[:NAMED_CHANGES]]
-    more = [f"{len(named) - NAMED_CHANGES} more"] if len(named) > NAMED_CHANGES else []
-    return f" (changed: {', '.join([*texts, *more])})"
-
-
-def _short(value) -> str:
-    text = value if isinstance(value, str) else json.dumps(value)
-    return text if len(text) <= 60 else f"{text[:59]}…"
+    return f" (changed: {told(named)})"
 
 
 def _how_to_approve(run: Run, plan: Plan) -> str:

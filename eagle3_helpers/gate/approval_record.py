@@ -10,18 +10,19 @@ approval. These files are evidence, not access control: who can write here can f
 import getpass
 import json
 import socket
+from contextlib import AbstractContextManager
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Annotated, Literal
 
-from filelock import FileLock
 from pydantic import AfterValidator, AwareDatetime, ValidationError
 
 from eagle3_helpers import durable
 from eagle3_helpers.errors import NotApproved
-from eagle3_helpers.gate.plan import Plan, approval_file, approvals_folder, parse_plan
+from eagle3_helpers.gate.plan import Plan, approval_file, approvals_folder, deciding, parse_plan
 from eagle3_helpers.params import Section
 from eagle3_helpers.runs import Run, now
+from eagle3_helpers.training.locks import hold
 
 Decision = Literal["approved", "rejected"]
 Channel = Literal["widget", "command", "approve-as"]
@@ -34,6 +35,7 @@ def _ticked(value: bool) -> bool:
 
 
 Tick = Annotated[bool, AfterValidator(_ticked)]  # Literal[True] would let 1 pass
+LOCK_SECONDS = 30
 OUTSIDE_DIGEST = ("digest", "redeemed_at")
 
 
@@ -62,9 +64,14 @@ def minute(time: datetime) -> str:
     return f"{time.astimezone(UTC):%Y-%m-%d %H:%M} UTC"
 
 
-def lock(run: Run) -> FileLock:
-    """Held while a decision is written or used up."""
-    return FileLock(run.folder / "approval.lock", timeout=30)
+def lock(run: Run) -> AbstractContextManager:
+    """Held while a decision is written or used up. Raises CheckRefused where that does not come to its end elsewhere."""
+    return hold(
+        run.folder / "approval.lock",
+        LOCK_SECONDS,
+        f"another process decides on the plan of run {run.id}, or launches by it.",
+        "Try again in a minute, and look what was decided.",
+    )
 
 
 def write_decision(
@@ -133,6 +140,19 @@ def last_decided(run: Run) -> str | None:
     """Digest of the plan that was decided on last, by the log."""
     lines = [line for line in durable.read_lines(_log(run)) if line.get("decision") in ("approved", "rejected")]
     return lines[-1]["plan_sha256"] if lines else None
+
+
+def decided_alike(run: Run, plan: Plan) -> dict | None:
+    """The log's last decision on `plan`, or on one that differs in no deciding field: made again, it is the same plan."""
+    alike = {plan.digest: True}
+    for line in reversed(list(durable.read_lines(_log(run)))):
+        old = line["plan_sha256"]
+        if old not in alike:
+            kept = decided_plan(run, old)
+            alike[old] = kept is not None and deciding(kept.values) == deciding(plan.values)
+        if line["decision"] in ("approved", "rejected") and alike[old]:
+            return line
+    return None
 
 
 def decided_plan(run: Run, digest: str) -> Plan | None:

@@ -1,8 +1,9 @@
 """The frozen plan: everything that decides what a training run costs and becomes, in one file that a person approves.
 
 plan.json is canonical JSON and the sha256 of its bytes is what gets approved: change one byte and the approval is void. The
-trainer reads nothing but this file (`plan["spec"]`), so what was approved is what runs. The estimate, the free disk space and the
-date are in it too, for the person who decides; they alone never make a new plan, so building it twice changes nothing.
+trainer reads nothing but this file (`plan["spec"]`) and is told its sha256, so what was approved is what runs. The estimate, the
+free disk space, the date and files outside the package are told too, for the person who decides; they alone never make a new
+plan, so building it twice changes nothing.
 """
 
 import html
@@ -19,10 +20,12 @@ from eagle3_helpers.errors import CheckRefused
 from eagle3_helpers.gate.cost import checkpoint_bytes, estimate, free_bytes
 from eagle3_helpers.gate.plan_contents import Contents
 from eagle3_helpers.recover.gpus import describe_gpus
-from eagle3_helpers.recover.processes import training_locked
 from eagle3_helpers.runs import Run, code_commit, now, versions
+from eagle3_helpers.samples.table import load_samples
 from eagle3_helpers.states.manifest import manifest_digest, read_manifest
 from eagle3_helpers.states.store import Store
+from eagle3_helpers.training.differences import differences, dotted
+from eagle3_helpers.training.launch import launch_lock, trainer_status
 
 ENVIRONMENT = (  # what the trainer takes from it; a plan names those that are set, never their values
     "CUBLAS_WORKSPACE_CONFIG",
@@ -35,7 +38,7 @@ ENVIRONMENT = (  # what the trainer takes from it; a plan names those that are s
     "PYTORCH_ALLOC_CONF",
     "PYTORCH_CUDA_ALLOC_CONF",
 )
-INFORMATION = ("created", "estimate", "disk.free")  # fields that alone make no new plan
+INFORMATION = ("created", "estimate", "disk.free", "code.dirty")  # fields that alone make no new plan
 
 
 @dataclass(frozen=True)
@@ -52,14 +55,17 @@ class Plan:
         v, spec = self.values, self.values["spec"]
         data, totals, estimate, disk, code = v["data"], v["freeze_table"], v["estimate"], v["disk"], v["code"]
         training = spec["training"]
-        commit = (
-            f"{(code['commit'] or 'not in git')[:12]}{', with changes that are not committed' if code['dirty'] else ''}"
+        paces = estimate["from"]
+        how_long = (
+            f"{seconds_text(estimate['seconds'])}: {spec['optimizer_steps']:,} steps of {paces['seconds_per_step']:.3g} s, "
+            f"{estimate['evaluations']:,} held-out evaluations of {paces['seconds_per_evaluation']:.3g} s, up to "
+            f"{estimate['checkpoints']:,} checkpoints of {paces['seconds_per_checkpoint']:.3g} s, as measured; without starting up"
         )
         verdict = "OK" if disk["free"] > disk["needed"] else "STOP"
         rows = [
             ["what runs", " ".join(v["argv"])],
             ["on", ", ".join([v["device"], *v["gpus"]])],
-            ["code", f"{commit}; " + ", ".join(f"{name} {version}" for name, version in v["versions"].items())],
+            ["code", f"{code_text(code)}; " + ", ".join(f"{name} {version}" for name, version in v["versions"].items())],
             ["target", spec["target"]["path"]],
             ["data", f"{data['samples']:,} samples, {data['tokens']:,} tokens, {bytes_text(data['bytes'])} in {spec['store']}"],
             ["held out of training", f"{len(spec['held_out']):,} samples"],
@@ -67,7 +73,7 @@ class Plan:
             ["frozen", f"{totals['frozen']:,} parameters"],
             ["optimizer steps", f"{spec['optimizer_steps']:,} ({training['epochs']} epochs of {spec['steps_per_epoch']:,})"],
             ["hyperparameters", ", ".join(f"{name} {value}" for name, value in training.items())],
-            ["how long", f"{seconds_text(estimate['seconds'])} ({estimate['from']['seconds_per_step']:.3g} s a step, measured)"],
+            ["how long", how_long],
             ["GPU hours", f"{estimate['gpu_hours']:.3g}, {estimate['kwh']:.3g} kWh, cost {estimate['cost']:,.2f}"],
             ["disk", f"{verdict}: {bytes_text(disk['needed'])} needed, {bytes_text(disk['free'])} free"],
             ["checkpoints", v["checkpoints"]],
@@ -102,7 +108,7 @@ def build_plan(run: Run, spec: dict, freeze_table: dict, draft_config: dict, war
     """The plan of a training run; nothing is written.
 
     spec: a TrainingSpec as plain values. freeze_table: FreezeTable.to_dict().
-    warmup: numbers of the timed warm-up, of which `seconds_per_step` (s per optimizer step) makes the estimate.
+    warmup: numbers of the timed warm-up, of which those in seconds make the estimate.
     Raises CheckRefused where spec and draft_config disagree, the store changed, or no GPU is visible; BadParams for a
     warm-up without a time.
     """
@@ -128,7 +134,7 @@ def build_plan(run: Run, spec: dict, freeze_table: dict, draft_config: dict, war
             "frozen": freeze_table["frozen"],
         },
         "spec": spec,
-        "estimate": estimate(run.params.gate, spec["optimizer_steps"], len(gpus), warmup),
+        "estimate": estimate(run.params.gate, spec, len(gpus), warmup),
         "disk": {
             "needed": checkpoint_bytes(freeze_table, training["keep_checkpoints"]),
             "free": free_bytes(checkpoints),
@@ -149,7 +155,7 @@ def write_plan(run: Run, plan: Plan) -> Plan:
     """Keeps plan.json where its deciding fields are those of `plan`, else replaces it; returns the one on disk.
 
     A plan that is replaced takes its approval with it: that is moved to approvals/, and said so. Raises CheckRefused while a
-    trainer still works by the old plan.
+    trainer works by the old plan or is being launched by it.
     """
     try:
         old = read_plan(run)
@@ -157,21 +163,27 @@ def write_plan(run: Run, plan: Plan) -> Plan:
         old = None
     if old and deciding(old.values) == deciding(plan.values):
         return old
-    if training_locked(run):
-        raise CheckRefused(
-            f"the trainer of run {run.id} works by the present plan, and the new one differs.",
-            f"Stop it (eagle3-runbook stop --run {run.id}), or use another run id.",
-        )
+    folder = run.folder / "training"
+    with launch_lock(folder, 0):
+        if trainer_status(folder).state == "running":
+            raise CheckRefused(
+                f"the trainer of run {run.id} works by the present plan, and the new one differs.",
+                f"Stop it (eagle3-runbook stop --run {run.id}), or use another run id.",
+            )
+        _set_approval_aside(run, plan)
+        write_bytes(plan_file(run), canonical_json(plan.values))
+        plan_file(run).chmod(0o444)
+    run.event("plan written", plan=plan.digest, replaces=old and old.digest)
+    return plan
+
+
+def _set_approval_aside(run: Run, new: Plan) -> None:
     if approval_file(run).exists():
         aside = approvals_folder(run) / f"set-aside-{now().replace(':', '')}.json"
         aside.parent.mkdir(exist_ok=True)
         approval_file(run).rename(aside)
-        run.event("approval set aside", file=aside.name, new_plan=plan.digest)
+        run.event("approval set aside", file=aside.name, new_plan=new.digest)
         print(f"The plan changed, so its approval no longer counts; it was moved to {aside}.", flush=True)
-    write_bytes(plan_file(run), canonical_json(plan.values))
-    plan_file(run).chmod(0o444)
-    run.event("plan written", plan=plan.digest, replaces=old and old.digest)
-    return plan
 
 
 def read_plan(run: Run) -> Plan:
@@ -198,23 +210,18 @@ def parse_plan(content: bytes, run_id: str) -> Plan:
 
 def deciding(values: dict) -> dict:
     """{dotted field: value} of what decides cost and result."""
-    return {name: value for name, value in _flat(values).items() if not _informs(name)}
+    return {name: value for name, value in dotted(values).items() if not _informs(name)}
 
 
 def compare(plan_a: Plan, plan_b: Plan) -> list[tuple]:
     """(dotted field, value in a, value in b) of every difference; None where one has no such field. Deciding fields first."""
-    a, b = _flat(plan_a.values), _flat(plan_b.values)
-    changed = [(name, a.get(name), b.get(name)) for name in sorted({*a, *b}) if a.get(name) != b.get(name)]
-    return sorted(changed, key=lambda change: _informs(change[0]))
+    return sorted(differences(plan_a.values, plan_b.values), key=lambda change: _informs(change[0]))
 
 
-def _flat(values: dict, place: str = "") -> dict:
-    """Nested dicts as one, keys dotted. Lists are values."""
-    flat = {}
-    for name, value in values.items():
-        inner = isinstance(value, dict) and value
-        flat.update(_flat(value, f"{place}{name}.") if inner else {f"{place}{name}": value})
-    return flat
+def code_text(code: dict) -> str:
+    """Which code, as a person reads it."""
+    changes = f" with changes {code['diff'][:12]} that are not committed" if code.get("diff") else ""
+    return f"{(code['commit'] or 'not in git')[:12]}{changes}"
 
 
 def _informs(name: str) -> bool:
@@ -233,12 +240,13 @@ def _gpus(run: Run) -> list[str]:
 
 
 def _data(spec: dict) -> dict:
-    store = Store.open(Path(spec["store"]))
-    entries = read_manifest(store).values()
-    if manifest_digest(store) != spec["manifest_digest"]:
+    store, names = Store.open(Path(spec["store"])), load_samples(Path(spec["samples"])).sample_ids
+    if manifest_digest(store, names) != spec["manifest_digest"]:
         raise CheckRefused(
             f"{store.folder} changed since the training spec was made.", "Run 03_verify and 04_inspect_freeze again."
         )
+    listed = read_manifest(store)
+    entries = [listed[name] for name in names if name in listed]
     return {
         "capture_record": store.record.digest,
         "samples": len(entries),

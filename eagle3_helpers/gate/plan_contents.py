@@ -10,6 +10,8 @@ NotNegative = Annotated[float, Field(ge=0)]
 
 
 class Estimate(Section):
+    evaluations: int
+    checkpoints: int  # at most
     seconds: NotNegative
     hours: NotNegative
     gpu_hours: NotNegative  # 0 on the CPU
@@ -24,9 +26,9 @@ class Contents(Section):
     environment: list[str]  # names of variables that the trainer takes notice of, as far as they are set
     device: Literal["cpu", "cuda"]
     gpus: list[str]  # UUIDs; none on the CPU
-    code: dict  # commit, dirty
+    code: dict  # commit, dirty (any file of the checkout), diff (sha256 of the package's difference from the commit)
     versions: dict[str, str]
-    data: dict  # capture_record (digest); samples, tokens, bytes of the store
+    data: dict  # capture_record (digest); samples, tokens, bytes of their states
     freeze_table: dict  # digest, trainable, frozen
     spec: dict  # the TrainingSpec: all that the trainer reads
     estimate: Estimate

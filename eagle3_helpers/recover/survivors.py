@@ -3,7 +3,7 @@
 from eagle3_helpers.display import Checks, Table
 from eagle3_helpers.runs import Run
 from eagle3_helpers.states.adopt import Adoption, adopt
-from eagle3_helpers.states.inventory import MISSING, ORPHAN, UNLISTED, Inventory, take_inventory
+from eagle3_helpers.states.inventory import UNLISTED, Inventory, take_inventory
 from eagle3_helpers.states.quarantine import Quarantined, quarantine
 from eagle3_helpers.states.store import Store
 from eagle3_helpers.training.checkpoints import Checkpoints
@@ -36,12 +36,12 @@ class Survivors:
         if not self.findings:
             return PutRight(None, None)
         adoption = adopt(self.store, self.samples, self.findings)
-        damaged = [finding for finding in self.findings if finding.kind not in (UNLISTED, ORPHAN, MISSING)]
+        damaged = [finding for finding in self.inventory.damage if finding.kind != UNLISTED]
         return PutRight(adoption, quarantine(self.store, [*damaged, *adoption.refused]))
 
     def checks(self) -> Checks:
         """That nothing damaged is left where a later stage would read it."""
-        left = [finding for finding in self.findings if finding.kind not in (ORPHAN, MISSING)]
+        left = self.inventory.damage if self.inventory else []
         names = ", ".join(finding.sample_id for finding in left[:3])
         return Checks("After putting right").add(
             "nothing damaged among the states",

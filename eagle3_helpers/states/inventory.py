@@ -8,6 +8,8 @@ whose writer is gone) and orphans (states of no sample here; they may be of anot
 
 import contextlib
 import os
+import socket
+import time
 from collections import defaultdict
 from pathlib import Path
 from typing import NamedTuple
@@ -15,13 +17,16 @@ from typing import NamedTuple
 import psutil
 
 from eagle3_helpers.display import Checks, Table, bytes_text
-from eagle3_helpers.durable import TEMPORARY
+from eagle3_helpers.durable import TEMPORARY, temporary_writer
 from eagle3_helpers.states.format import SUFFIX
 from eagle3_helpers.states.manifest import Entry, read_manifest
 from eagle3_helpers.states.store import Store
 
 MISSING, TRUNCATED, WRONG_LENGTH = "missing", "truncated", "wrong length"
 UNLISTED, UNFINISHED, ORPHAN = "unlisted", "unfinished write", "orphan"
+
+
+FOREIGN_HOURS = 6
 
 
 class Finding(NamedTuple):
@@ -49,6 +54,11 @@ class Inventory:
     def complete(self) -> bool:
         """Every sample of the table is ok."""
         return len(self.ok) == self.total
+
+    @property
+    def damage(self) -> list[Finding]:
+        """Findings that notebook 01 can put right: not what was never stored, not what may be somebody else's."""
+        return [finding for finding in self.findings if finding.kind not in (MISSING, ORPHAN)]
 
     @property
     def counts(self) -> dict[str, int]:
@@ -174,8 +184,16 @@ def _size(path: Path) -> int | None:
 
 
 def _being_written(entry: os.DirEntry) -> bool:
-    """Whether the process that the temporary name ends with may still be writing it: it runs, and began before the file."""
+    """Whether the process that the temporary name tells of may still write it.
+
+    On this host it must run and have begun before the file did; on another host nobody here can tell, so a file that changed
+    within FOREIGN_HOURS is left alone.
+    """
+    writer = temporary_writer(entry.name)
     try:
-        return psutil.Process(int(entry.name.rsplit(".", 1)[1])).create_time() <= entry.stat().st_mtime
-    except (psutil.Error, ValueError, IndexError, FileNotFoundError):
+        changed = entry.stat().st_mtime
+        if writer is not None and writer[0] != socket.gethostname():
+            return time.time() - changed < FOREIGN_HOURS * 3600
+        return writer is not None and psutil.Process(writer[1]).create_time() <= changed
+    except (psutil.Error, FileNotFoundError):
         return False

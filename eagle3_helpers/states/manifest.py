@@ -8,6 +8,7 @@ listed here and its file has the listed size; it is verified once the listed has
 import os
 import socket
 import time
+from collections.abc import Iterable
 from pathlib import Path
 from typing import NamedTuple
 
@@ -60,6 +61,11 @@ def read_manifest(store: Store) -> dict[str, Entry]:
     return live
 
 
-def manifest_digest(store: Store) -> str:
-    """sha256 over what is stored, not over the manifest's files: order, times and cancelled entries do not count."""
-    return digest(sorted((e.sample_id, e.bytes, e.xxh3, e.n_tokens) for e in read_manifest(store).values()))
+def manifest_digest(store: Store, sample_ids: Iterable[str] | None = None) -> str:
+    """sha256 over what is stored of these samples (of all, if none are named): order, times and cancelled entries do not count.
+
+    A store can be shared: what another run stores for other samples does not change the digest of these.
+    """
+    live = read_manifest(store)
+    entries = live.values() if sample_ids is None else [live[name] for name in set(sample_ids) & live.keys()]
+    return digest(sorted((e.sample_id, e.bytes, e.xxh3, e.n_tokens) for e in entries))

@@ -9,7 +9,7 @@ import time
 from pathlib import Path
 
 from eagle3_helpers.display import Checks, bytes_text, seconds_text
-from eagle3_helpers.durable import TEMPORARY
+from eagle3_helpers.durable import temporary_name
 
 SPEED_TEST_BYTES = 64_000_000
 BLOCK_BYTES = 1_000_000
@@ -53,7 +53,7 @@ def forecast(store_folder: Path, tokens: int, bytes_per_token: int, reserve: flo
 
 def _write_speed(folder: Path, size: int) -> float:
     """Bytes per second of writing and syncing `size` bytes; random ones, which no filesystem can shrink."""
-    path = folder / f"{TEMPORARY}speed.{os.getpid()}"
+    path = folder / temporary_name("speed")
     block = os.urandom(BLOCK_BYTES)
     began = time.perf_counter()
     try:

@@ -92,7 +92,7 @@ class Verification:
 
 def verify_store(store: Store, table) -> Verification:
     """Reads the listed file of every sample in `table`. Collects all damage; raises only for a damaged manifest."""
-    manifest, digest = read_manifest(store), manifest_digest(store)
+    manifest, digest = read_manifest(store), manifest_digest(store, table.sample_ids)
     work = functools.partial(_examine, store, table, manifest)
     sound: list[_Sound] = []
     findings: list[Finding] = []

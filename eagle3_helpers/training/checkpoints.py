@@ -26,6 +26,10 @@ from eagle3_helpers.errors import CheckRefused, StageFailed
 
 NAME = re.compile(r"step-(\d{6,})")
 MARKER = "complete.json"
+LAUNCH_AGAIN = (
+    "Run the cells of 05_train again: its launch needs a new approval, goes on from the newest whole checkpoint, "
+    "and takes that one where nothing is left to train."
+)
 FILES = ("draft.safetensors", "optimizer.safetensors", "state.json")
 
 
@@ -52,8 +56,12 @@ class Checkpoints:
         return self.folder / f"step-{step:06d}"
 
     def save(self, step: int, weights: dict, moments: dict, state: dict) -> Checkpoint:
-        """Writes, syncs and reads back. Raises StageFailed where the disk does not take it, with the older ones untouched."""
+        """Writes, syncs and reads back.
+
+        Raises StageFailed where the disk does not take it: the older ones are untouched, and what this call wrote is removed.
+        """
         folder = self.path(step)
+        ours = not folder.exists()
         try:
             digests = {}
             for name, tensors in (("draft.safetensors", weights), ("optimizer.safetensors", moments)):
@@ -66,6 +74,8 @@ class Checkpoints:
             write_json(folder / MARKER, {"step": step, "sha256": digests})
             sync_folder(self.folder)
         except OSError as error:
+            if ours and not (folder / MARKER).exists():
+                shutil.rmtree(folder, ignore_errors=True)
             raise StageFailed(
                 f"checkpoint {folder} could not be written: {error.strerror}.",
                 "Make room on that volume and start again: training resumes from the checkpoint before.",
@@ -90,6 +100,14 @@ class Checkpoints:
                 return Checkpoint(folder, step, read_json(folder / "state.json")), passed
             passed.append((folder, wrong))
         return None, passed
+
+    def newest_spec(self) -> dict | None:
+        """The spec that the newest complete checkpoint was trained by, without reading the large files; None without one."""
+        for _, folder in sorted(self._folders(), reverse=True):
+            state = read_json(folder / "state.json")
+            if (folder / MARKER).is_file() and isinstance(state, dict):
+                return state.get("spec")
+        return None
 
     def set_aside(self, folder: Path) -> Path:
         """Moves a folder that was passed over to aside/, out of the way of the checkpoint that will take its name."""
@@ -117,17 +135,37 @@ class Checkpoints:
 def load_result(training_folder: Path) -> tuple[dict[str, torch.Tensor], DraftConfig]:
     """Weights (float32, without the embedding) and config of the best checkpoint of a finished training.
 
-    Raises CheckRefused where there is no result, or its checkpoint is damaged.
+    Raises CheckRefused where there is no result, or its checkpoint is damaged or another one.
     """
     result = read_json(Path(training_folder) / "result.json")
     if not result:
         raise CheckRefused(f"{training_folder} holds no result.json.", "Run 05_train to its end.")
     folder = Path(training_folder) / result["checkpoint"]
-    wrong = damage(folder)
+    wrong = chosen_damage(training_folder, result)
     if wrong:
-        raise CheckRefused(f"checkpoint {folder} is damaged: {wrong}.", "Train again, or take a copy of that folder.")
+        raise CheckRefused(f"checkpoint {folder} is not what was chosen: {wrong}.", LAUNCH_AGAIN)
     chosen = Checkpoint(folder, result["step"], read_json(folder / "state.json"))
     return chosen.weights(), DraftConfig.from_dict(chosen.state["spec"]["draft"])
+
+
+def finished_result(training_folder: Path, spec_digest: str) -> dict | None:
+    """result.json, if it is of this spec and the checkpoint it names is whole and still the one that was chosen."""
+    result = read_json(Path(training_folder) / "result.json")
+    if not result or result["spec_digest"] != spec_digest or chosen_damage(training_folder, result):
+        return None
+    return result
+
+
+def chosen_damage(training_folder: Path, result: dict) -> str:
+    """Why the checkpoint that `result` names is not the whole one that was chosen; empty if it is."""
+    folder = Path(training_folder) / result["checkpoint"]
+    wrong = damage(folder)
+    if wrong:
+        return wrong
+    found = read_json(folder / MARKER)["sha256"]["draft.safetensors"]  # just seen to be that of the file
+    if found != result["draft_digest"]:
+        return f"draft.safetensors has sha256 {found[:12]}, result.json says {result['draft_digest'][:12]}"
+    return ""
 
 
 def damage(folder: Path) -> str:

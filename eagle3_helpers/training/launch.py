@@ -2,6 +2,7 @@
 
 process.json is written before the process exists, so a crash in between leaves a trace and not a stranger. A process is the
 trainer only if id and start time both agree: ids are used again. Launching twice starts one trainer; the second launch attaches.
+The trainer is told the sha256 of the plan that was approved, and trains by no other.
 """
 
 import contextlib
@@ -12,11 +13,12 @@ from collections.abc import Callable
 from pathlib import Path
 
 import psutil
-from filelock import FileLock, Timeout
 
-from eagle3_helpers.durable import digest, file_digest, read_json, read_lines, write_json
+from eagle3_helpers.durable import digest, read_json, read_lines, write_json
 from eagle3_helpers.errors import CheckRefused
 from eagle3_helpers.runs import Run, now
+from eagle3_helpers.training.checkpoints import finished_result
+from eagle3_helpers.training.locks import hold, is_held
 from eagle3_helpers.training.spec import read_spec
 
 LIVE = ("launching", "running")
@@ -43,23 +45,22 @@ class TrainerStatus:
 
 
 def launch(run: Run, redeem: Callable[[Run], object]) -> TrainerStatus:
-    """Attaches to the trainer that lives, does nothing where the present plan is finished, else starts a trainer.
+    """Attaches to the trainer that lives, does nothing where what the plan asks for is trained, else starts a trainer.
 
     `redeem(run)` is called only right before a start: it uses the approval up and returns the plan (its `.values` are those of
-    plan.json), or refuses by raising.
+    plan.json), or refuses by raising. Raises CheckRefused where another launch does not come to its end.
     """
     folder = run.folder / "training"
-    folder.mkdir(parents=True, exist_ok=True)
-    with FileLock(folder / "launch.lock", timeout=LAUNCH_SECONDS):
-        if not needs_launch(run):
-            status = trainer_status(folder)
+    with launch_lock(folder, LAUNCH_SECONDS):
+        status = _standing(run)
+        if status is not None:
             run.event("attached to the trainer", trainer=status.pid, state=status.state)
             return status
         plan = redeem(run).values
         if Path(read_spec(plan).folder) != folder:
             raise CheckRefused(f"the plan trains in {read_spec(plan).folder}, not in {folder}.", "Make the plan again.")
         note = {
-            "argv": plan["argv"],
+            "argv": [*plan["argv"], digest(plan)],
             "log": str(folder / "log.txt"),
             "plan_digest": digest(plan),
             "status": "launching",
@@ -68,25 +69,49 @@ def launch(run: Run, redeem: Callable[[Run], object]) -> TrainerStatus:
         write_json(folder / "process.json", note)
         with open(folder / "log.txt", "ab") as log:
             process = subprocess.Popen(
-                plan["argv"],
+                note["argv"],
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
                 env=os.environ | {"CUDA_VISIBLE_DEVICES": ",".join(plan["gpus"])},  # the approved GPUs, or none
             )
-        write_json(folder / "process.json", note | {"pid": process.pid, "created": _created(process.pid)})
+        if read_json(folder / "process.json") == note:  # else the trainer itself has told more already
+            write_json(folder / "process.json", note | {"pid": process.pid, "created": _created(process.pid)})
     run.event("trainer launched", trainer=process.pid, plan=note["plan_digest"])
     return trainer_status(folder)
 
 
+def launch_lock(folder: Path, seconds: float):
+    """Held while a trainer is launched and while the plan is replaced. Raises CheckRefused where it is not free in time."""
+    return hold(
+        folder / "launch.lock",
+        seconds,
+        f"a launch, or a change of the plan, is in progress in {folder}.",
+        "Try again in a minute.",
+    )
+
+
 def needs_launch(run: Run) -> bool:
-    """False while a trainer of this run lives, and where the present plan is trained to its end."""
-    folder, plan_file = run.folder / "training", run.folder / "plan.json"
-    state = trainer_status(folder).state
-    if state != "finished" or not plan_file.exists():
-        return state != "running"
-    return (read_json(folder / "result.json") or {}).get("plan_digest") != file_digest(plan_file)
+    """False while a trainer of this run lives, and where what the present plan asks for is trained and whole."""
+    return _standing(run) is None
+
+
+def _standing(run: Run) -> TrainerStatus | None:
+    """What makes a launch needless: the trainer that lives, or the finished training."""
+    status = trainer_status(run.folder / "training")
+    if status.state == "running":
+        return status
+    return dataclasses.replace(status, state="finished", reason="") if trained(run.folder) else None
+
+
+def trained(run_folder: Path) -> dict | None:
+    """result.json, if it holds what the present plan asks for: the same spec to its end, and the chosen checkpoint whole.
+
+    An earlier plan of the same spec counts: another commit, package version or environment trains no second time.
+    """
+    plan = read_json(Path(run_folder) / "plan.json")
+    return finished_result(Path(run_folder) / "training", read_spec(plan).digest) if plan else None
 
 
 def trainer_status(folder: Path) -> TrainerStatus:
@@ -94,8 +119,9 @@ def trainer_status(folder: Path) -> TrainerStatus:
     folder = Path(folder)
     noted = read_json(folder / "process.json")
     if not isinstance(noted, dict):
-        return TrainerStatus("running", log=str(folder / "log.txt")) if _locked(folder) else TrainerStatus("none")
-    alive = _alive(noted) or (noted["status"] in LIVE and _locked(folder))
+        held = is_held(folder / "lock")
+        return TrainerStatus("running", log=str(folder / "log.txt")) if held else TrainerStatus("none")
+    alive = _alive(noted) or (noted["status"] in LIVE and is_held(folder / "lock"))
     if not alive and noted["status"] in LIVE:
         noted = read_json(folder / "process.json")  # it may have ended in order between the two looks
     told = {"pid": noted.get("pid"), "step": _last_step(folder), "log": noted.get("log", "")}
@@ -146,18 +172,6 @@ def _alive(noted: dict) -> bool:
     except psutil.Error:
         pass
     return False
-
-
-def _locked(folder: Path) -> bool:
-    """Whether a trainer holds the lock. A trainer waits two seconds for it, so this look takes it from nobody."""
-    path = folder / "lock"
-    if not path.exists():
-        return False
-    try:
-        with FileLock(path, timeout=0):
-            return False
-    except Timeout:
-        return True
 
 
 def _last_step(folder: Path) -> int:

@@ -1,7 +1,8 @@
-"""The trainer: `python -m eagle3_helpers.training.loop PLAN_JSON`, started outside the notebook and safe to kill.
+"""The trainer: `python -m eagle3_helpers.training.loop PLAN_JSON SHA256`, started outside the notebook and safe to kill.
 
-Order of events: read the plan, take the lock, check data against the plan, build or resume, then for every optimizer step
-update -> metrics line -> held-out evaluation if due -> checkpoint if due, and at the end result.json.
+Order of events: read the plan, refuse it unless SHA256 (what was approved) is that of its bytes, take the lock, check data
+against the plan, build or resume, then for every optimizer step update -> metrics line -> held-out evaluation if due ->
+checkpoint if due, and at the end result.json.
 
     process.json    who trains (pid, start time) and how it ended        metrics.jsonl   a line a step, a line an evaluation
     lock            held while a trainer lives                           events.jsonl    resumed, skipped, passed over, stopped ...
@@ -12,40 +13,31 @@ Promises: stop and resume equals the straight run bit for bit on one device; SIG
 """
 
 import contextlib
+import json
 import os
-import signal
 import sys
 import time
-from collections.abc import Iterator
+from datetime import UTC, datetime
 from pathlib import Path
 
-import psutil
 import torch
-from filelock import FileLock, Timeout
 
 from eagle3_helpers.draft.freeze import apply_policy, frozen_digests
 from eagle3_helpers.draft.model import DraftConfig
-from eagle3_helpers.durable import append_lines, digest, file_digest, read_json, read_lines, write_json, write_text
+from eagle3_helpers.durable import append_lines, digest, file_digest, read_lines, write_json, write_text
 from eagle3_helpers.errors import BadParams, CheckRefused, Refusal, StageFailed
 from eagle3_helpers.runs import now
 from eagle3_helpers.target import Target
 from eagle3_helpers.training.batches import Order
-from eagle3_helpers.training.checkpoints import Checkpoint, Checkpoints
+from eagle3_helpers.training.checkpoints import Checkpoint, Checkpoints, damage, finished_result
 from eagle3_helpers.training.corpus import Corpus
+from eagle3_helpers.training.differences import differences, told
 from eagle3_helpers.training.optimizer_step import Learner, Outcome
 from eagle3_helpers.training.spec import TrainingSpec, read_spec, untrained_draft
 from eagle3_helpers.training.step import Sums, Teacher
+from eagle3_helpers.training.trainer_process import Stopped, only_trainer, stop_signals
 
-LOCK_SECONDS = 2  # whoever looks whether a trainer lives holds the lock for an instant
 LOG_SECONDS = 5
-
-
-class Stopped(Exception):
-    """A signal asked for the end, and a checkpoint holds all work done."""
-
-    def __init__(self, number: int):
-        self.number = number
-        super().__init__(signal.Signals(number).name)
 
 
 def new_learner(spec: TrainingSpec, corpus: Corpus) -> Learner:
@@ -118,18 +110,23 @@ class Training:
         self.event("resumed", checkpoint=found.folder.name, step=self.step, steps=self.spec.optimizer_steps)
 
     def require_same_spec(self, found: Checkpoint) -> None:
-        ours, theirs = self.spec.model_dump(mode="json"), found.state["spec"]
-        if digest(ours) != digest(theirs):
-            fields = [name for name in ours if ours[name] != theirs.get(name)]
+        changes = differences(found.state["spec"], self.spec.model_dump(mode="json"))
+        if changes:
             raise CheckRefused(
-                f"{found.folder} belongs to another plan: {', '.join(fields)} differ.",
+                f"{found.folder} belongs to another plan: {told(changes)}.",
                 f"Move {self.folder} aside to train anew, or go back to the plan it was started with.",
             )
 
     def cut_metrics(self) -> None:
-        """Steps after the checkpoint are done again, and must not be counted twice."""
+        """Steps after the checkpoint are done again, and must not be counted twice. From the first step on, all are moved aside."""
         path = self.folder / "metrics.jsonl"
-        if path.exists():
+        if not path.exists():
+            return
+        if self.step == 0:
+            aside = path.with_name(f"metrics-aside-{datetime.now(UTC):%Y%m%dT%H%M%S%f}.jsonl")
+            os.rename(path, aside)
+            self.event("metrics set aside", moved_to=aside.name)
+        else:
             lines = path.read_text().splitlines(keepends=True)
             kept = sum(1 for record in read_lines(path) if record["step"] <= self.step)
             write_text(path, "".join(lines[:kept]))
@@ -200,7 +197,7 @@ class Training:
             self.event("checkpoints pruned", steps=gone)
 
     def finish(self) -> dict:
-        """Writes result.json. Raises StageFailed where a frozen tensor changed."""
+        """Writes result.json. Raises StageFailed where a frozen tensor changed, or no checkpoint is whole."""
         now_frozen = frozen_digests(self.learner.draft)
         changed = [name for name, before in self.frozen.items() if now_frozen[name] != before]
         if changed:
@@ -208,13 +205,13 @@ class Training:
                 f"frozen {', '.join(changed)} changed during training.",
                 "Do not use these checkpoints; keep the folder.",
             )
-        step = self.best["step"] if self.best else self.step
-        chosen = self.checkpoints.path(step)
+        best = self.whole_best()
+        chosen = self.checkpoints.path(best["step"])
         result = {
             "plan_digest": self.plan_digest,
             "checkpoint": f"checkpoints/{chosen.name}",
-            "step": step,
-            "best_simulated_acceptance": self.best and self.best["value"],
+            "step": best["step"],
+            "best_simulated_acceptance": best["value"],
             "frozen_unchanged": True,
             "frozen": self.frozen,
             "updates": self.updates,
@@ -226,6 +223,27 @@ class Training:
         write_json(self.folder / "result.json", result)
         self.event("finished", **{name: result[name] for name in ("checkpoint", "best_simulated_acceptance")})
         return result
+
+    def whole_best(self) -> dict:
+        """Step and value of the best checkpoint; where that was damaged since, of the newest whole one, and an event says so."""
+        best = self.best or {"step": self.step, "value": None}
+        folder = self.checkpoints.path(best["step"])
+        wrong = damage(folder)
+        if not wrong:
+            return best
+        newest, _ = self.checkpoints.newest()
+        if newest is None:
+            raise StageFailed(
+                f"no checkpoint is whole, {folder.name}: {wrong}.",
+                "Check that volume, then launch again: training starts anew.",
+            )
+        self.event("best checkpoint damaged", checkpoint=folder.name, why=wrong, taken_instead=newest.folder.name)
+        values = [
+            record["held_out"]["simulated_acceptance_length"]
+            for record in read_lines(self.folder / "metrics.jsonl")
+            if "held_out" in record and record["step"] == newest.step
+        ]
+        return {"step": newest.step, "value": values[-1] if values else None}
 
     def metrics(self, record: dict, durable: bool = False) -> None:
         append_lines(self.folder / "metrics.jsonl", [record], durable=durable)
@@ -240,71 +258,39 @@ class Training:
             print(f"{now()[:19]}  {text}", flush=True)
 
 
-@contextlib.contextmanager
-def stop_signals() -> Iterator[list[int]]:
-    """A list that SIGTERM and SIGINT put their number into."""
-    arrived: list[int] = []
-    before = {
-        number: signal.signal(number, lambda got, _: arrived.append(got)) for number in (signal.SIGTERM, signal.SIGINT)
-    }
+def read_approved_plan(path: Path, approved: str) -> dict:
+    """The plan whose bytes have the sha256 that was approved.
+
+    Raises BadParams where the file holds no plan, CheckRefused where it holds another one.
+    """
     try:
-        yield arrived
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
-
-
-def read_plan_file(path: Path) -> tuple[dict, str]:
-    """The plan and the sha256 of the file's bytes: what was approved."""
-    plan = read_json(path)
+        content = path.read_bytes()
+        plan = json.loads(content)
+    except (OSError, ValueError):
+        plan = None
     if not isinstance(plan, dict):
         raise BadParams(f"{path} holds no plan.", "Notebook 04 writes plan.json.")
-    return plan, file_digest(path)
-
-
-@contextlib.contextmanager
-def only_trainer(folder: Path, plan_digest: str) -> Iterator[None]:
-    """Holds the folder's lock, and tells in process.json who trains and how it ended. Raises CheckRefused where one trains."""
-    folder.mkdir(parents=True, exist_ok=True)
-    lock = FileLock(folder / "lock", timeout=LOCK_SECONDS)
-    try:
-        lock.acquire()
-    except Timeout as error:
+    if digest(content) != approved:
         raise CheckRefused(
-            f"another trainer holds {folder / 'lock'}.", "Attach to it, or stop it first (eagle3-runbook stop)."
-        ) from error
-    path = folder / "process.json"
-    me = {"pid": os.getpid(), "created": psutil.Process().create_time(), "plan_digest": plan_digest}
-    known = {**(read_json(path) or {}), **me}
-    for name in ("reason", "ended"):  # of the trainer before
-        known.pop(name, None)
-    try:
-        write_json(path, {**known, "status": "running"})
-        yield
-    except Stopped as stopped:
-        write_json(path, {**known, "status": "stopped", "reason": str(stopped), "ended": now()})
-        raise
-    except BaseException as error:
-        reason = f"{type(error).__name__}: {error}"[:2000]
-        write_json(path, {**known, "status": "failed", "reason": reason, "ended": now()})
-        raise
-    else:
-        write_json(path, {**known, "status": "finished", "ended": now()})
-    finally:
-        lock.release()
+            f"{path} holds plan {digest(content)}, and {approved} was approved.",
+            "Nothing was trained. Run 05_train again: it asks for an approval of the present plan.",
+        )
+    return plan
 
 
 def main(arguments: list[str]) -> int:
     """The exit code: 0 finished, 143 or 130 stopped by a signal, else the refusal's."""
     try:
-        if len(arguments) != 1:
-            raise BadParams("the trainer takes one argument.", "python -m eagle3_helpers.training.loop PLAN_JSON")
-        plan, plan_digest = read_plan_file(Path(arguments[0]))
-        spec = read_spec(plan)
+        if len(arguments) != 2:
+            raise BadParams(
+                "the trainer takes two arguments.", "python -m eagle3_helpers.training.loop PLAN_JSON SHA256"
+            )
+        path, plan_digest = arguments
+        spec = read_spec(read_approved_plan(Path(path), plan_digest))
         folder = Path(spec.folder)
         with stop_signals() as stop, only_trainer(folder, plan_digest):
-            done = read_json(folder / "result.json")
-            if done and done["spec_digest"] == spec.digest:
+            done = finished_result(folder, spec.digest)
+            if done:
                 print(f"nothing to do: finished {done['finished']}, {done['checkpoint']}", flush=True)
             else:
                 Training(spec, plan_digest).run(stop)

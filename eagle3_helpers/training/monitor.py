@@ -8,11 +8,12 @@ import time
 from pathlib import Path
 
 from eagle3_helpers.display import Checks, seconds_text
-from eagle3_helpers.durable import file_digest, read_json, read_lines
+from eagle3_helpers.durable import read_json, read_lines
 from eagle3_helpers.errors import StageFailed
 from eagle3_helpers.progress import LOG_SECONDS, someone_watches
-from eagle3_helpers.training.checkpoints import damage
-from eagle3_helpers.training.launch import TrainerStatus, last_lines, trainer_status
+from eagle3_helpers.training.checkpoints import LAUNCH_AGAIN, chosen_damage
+from eagle3_helpers.training.launch import TrainerStatus, last_lines, trained, trainer_status
+from eagle3_helpers.training.spec import read_spec
 
 POLL_SECONDS = 1.0
 RECENT = 20  # steps that the pace is taken from
@@ -32,7 +33,7 @@ def attach(run_folder: Path) -> dict:
         ended = status.state != "running"
         show(metrics, status_line(status, metrics, total), last=ended)
         if ended:
-            return _result(folder, status)
+            return _result(Path(run_folder), status)
         time.sleep(POLL_SECONDS)
 
 
@@ -42,19 +43,35 @@ def read_metrics(training_folder: Path) -> list[dict]:
 
 
 def training_checks(run_folder: Path, result: dict) -> Checks:
-    """Whether a finished training is what the plan asked for, and its checkpoint still whole."""
-    folder, plan = Path(run_folder) / "training", Path(run_folder) / "plan.json"
-    wrong = damage(folder / result["checkpoint"])
-    steps = [record["step"] for record in read_metrics(folder) if "loss" in record]
-    planned, done = _planned_steps(run_folder), len(set(steps)) + result["skips"]
-    found = file_digest(plan)
-    again = "Keep the training folder and launch again: training resumes from the newest whole checkpoint."
+    """Whether a finished training is what the plan asks for, and its checkpoint still whole."""
+    plan = read_json(Path(run_folder) / "plan.json") or {}
+    asked, wrong = read_spec(plan), chosen_damage(Path(run_folder) / "training", result)
+    done = result["updates"] + result["skips"]
     checks = Checks("training")
-    checks.add("trained by this plan", result["plan_digest"] == found, result["plan_digest"][:12], found[:12], again)
-    checks.add("optimizer steps done or skipped", done == planned, done, planned, again)
+    checks.add(
+        "trained by the plan's spec",
+        result["spec_digest"] == asked.digest,
+        result["spec_digest"][:12],
+        asked.digest[:12],
+        "Launch: it says what of the present plan is not what was trained.",
+    )
+    checks.add("under plan", True, result["plan_digest"][:12])
+    checks.add(
+        "optimizer steps done or skipped",
+        done == asked.optimizer_steps,
+        done,
+        asked.optimizer_steps,
+        "Keep this folder and train under another run id: the result does not add up.",
+    )
     checks.add("steps skipped for NaN or inf", True, result["skips"])
-    checks.add("best checkpoint reads back", not wrong, wrong or "every hash holds", "every hash holds", again)
-    checks.add("frozen weights unchanged", result["frozen_unchanged"] is True, result["frozen_unchanged"], True, again)
+    checks.add("best checkpoint reads back", not wrong, wrong or "every hash holds", "every hash holds", LAUNCH_AGAIN)
+    checks.add(
+        "frozen weights unchanged",
+        result["frozen_unchanged"] is True,
+        result["frozen_unchanged"],
+        True,
+        "Do not use these checkpoints; keep the folder.",
+    )
     return checks
 
 
@@ -76,7 +93,11 @@ def status_line(status: TrainerStatus, metrics: list[dict], total: int) -> str:
     return f"trainer {status.state}: step {steps[-1]['step']:,} of {total:,}, loss {recent[-1]['loss']:.3f}, {rate:,.0f} tok/s{eta}"
 
 
-def _result(folder: Path, status: TrainerStatus) -> dict:
+def _result(run_folder: Path, status: TrainerStatus) -> dict:
+    folder = run_folder / "training"
+    result = trained(run_folder)
+    if result:  # whatever became of a later attempt
+        return result
     result = read_json(folder / "result.json")
     if status.state == "finished" and result:
         return result

@@ -26,7 +26,7 @@ class TrainingSpec(Section):
     store: str  # folder
     samples: str  # folder of the sample table
     draft_vocab: str  # file
-    manifest_digest: str
+    manifest_digest: str  # of the states of these samples; others in the store do not count
     samples_digest: str
     draft_vocab_digest: str  # sha256 of the file
     draft: dict  # DraftConfig
@@ -54,7 +54,7 @@ def make_spec(
         store=str(params.store_folder),
         samples=str(table.folder),
         draft_vocab=str(draft_vocab),
-        manifest_digest=manifest_digest(Store.open(params.store_folder)),
+        manifest_digest=manifest_digest(Store.open(params.store_folder), table.sample_ids),
         samples_digest=table.digest,
         draft_vocab_digest=file_digest(draft_vocab),
         draft=config.to_dict(),

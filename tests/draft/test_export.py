@@ -168,12 +168,12 @@ def test_an_equal_export_is_kept_and_a_different_one_is_moved_aside(export, targ
     assert (before.st_ino, before.st_mtime_ns) == (after.st_ino, after.st_mtime_ns)
     other = export(tmp_path / "export", **{"norm.weight": torch.full((32,), 2.0)})
     assert other != digest and export_digest(tmp_path / "export") == other
-    assert export_digest(tmp_path / f"export.replaced-{digest[:8]}") == digest
+    assert export_digest(tmp_path / f"export.replaced-{digest}") == digest
     for _ in range(2):  # to and fro: each is kept once
         export(tmp_path / "export")
         export(tmp_path / "export", **{"norm.weight": torch.full((32,), 2.0)})
     kept = {path.name for path in tmp_path.iterdir() if not path.name.startswith("again")}
-    assert kept == {"export", f"export.replaced-{digest[:8]}", f"export.replaced-{other[:8]}"}
+    assert kept == {"export", f"export.replaced-{digest}", f"export.replaced-{other}"}
 
 
 def test_half_an_export_of_a_crash_is_replaced_and_a_foreign_folder_is_not(export, target, tmp_path):

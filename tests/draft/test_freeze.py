@@ -55,6 +55,7 @@ def test_every_tensor_has_a_row_and_only_what_trains_is_in_the_optimizer(tmp_pat
     origins = {row.tensor: row.origin for row in table.rows}
     assert origins["embed_tokens.weight"] == "target" and origins["lm_head.weight"] == "target rows"
     assert origins["fc.weight"] == "random" and origins["midlayer.hidden_norm.weight"] == "ones"
+    assert origins["norm.weight"] == "1 / head row norm"
     table.save(tmp_path)
     assert json.loads((tmp_path / "freeze_table.json").read_text()) == table.to_dict()
     assert "FROZEN" in (tmp_path / "freeze_table.html").read_text()

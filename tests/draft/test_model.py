@@ -59,7 +59,18 @@ def test_a_new_draft_is_nan_everywhere_until_it_is_initialised(config, target, v
     assert all(weight.isfinite().all() for weight in draft.parameters())
     assert torch.equal(draft.embed_tokens.weight, target.embedding())
     assert torch.equal(draft.lm_head.weight, target.head()[vocab.t2d])
-    assert all((weight == 1).all() for weight in draft.parameters() if weight.ndim == 1)
+    norms = {name: weight for name, weight in draft.named_parameters() if weight.ndim == 1 and name != "norm.weight"}
+    assert len(norms) == 3 and all((weight == 1).all() for weight in norms.values())
+
+
+@pytest.mark.parametrize("scale", [0.1, 1.0, 30.0])
+def test_the_first_logits_spread_by_one_whatever_the_scale_of_the_head(config, target, vocab, scale):
+    scaled = SimpleNamespace(embedding=target.embedding, head=lambda: scale * target.head())
+    draft = Draft(config).initialise(scaled, vocab, seed=0)
+    rows = scale * target.head()[vocab.t2d]
+    assert torch.allclose(draft.norm.weight, 1 / rows.norm(dim=1).mean() * torch.ones(32))
+    hidden = torch.randn(500, 32, generator=torch.Generator().manual_seed(2))
+    assert 0.9 < draft.logits(hidden).std() < 1.15
 
 
 def test_the_first_weights_depend_on_the_seed_alone(config, target, vocab):

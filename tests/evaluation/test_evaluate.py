@@ -23,8 +23,8 @@ def ask(tiny, tmp_path_factory):
         path = write_jsonl(home / "prompts.jsonl", rows)
         settings = tiny.params.evaluation.model_copy(update={"prompts": str(path), "batch": 2, **params})
         export_sglang(draft.trained_weights(), draft.config, tiny.draft_vocab, tiny.target, home / "export")
-        result = evaluate(settings, tiny.target, home / "export", tiny.samples, tiny.make_draft(9), home / "out")
-        return result, home / "out"
+        result = evaluate(settings, tiny.target, home / "export", tiny.samples, tiny.make_draft(9))
+        return result
 
     return run
 
@@ -37,9 +37,9 @@ def evaluated(tiny, ask):
     return ask(tiny.make_draft(1), PROMPTS, answer_tokens=30)
 
 
-def test_the_summary_has_every_number_and_is_what_the_file_holds(evaluated):
-    result, out = evaluated
-    summary = json.loads((out / "summary.json").read_text())
+def test_the_summary_has_every_number_and_survives_json(evaluated):
+    result = evaluated
+    summary = json.loads(json.dumps(result.summary, allow_nan=False))
     assert summary == result.summary
     assert summary["n_prompts"] == 4 and summary["tokens"] == sum(row["tokens"] for row in result.rows)
     assert math.isclose(summary["acceptance_length"], summary["tokens"] / summary["steps"])
@@ -53,16 +53,15 @@ def test_the_summary_has_every_number_and_is_what_the_file_holds(evaluated):
 
 
 def test_a_row_a_prompt_in_file_order(evaluated):
-    result, out = evaluated
-    rows = [json.loads(line) for line in (out / "prompts.jsonl").read_text().splitlines()]
-    assert rows == result.rows and [row["prompt_id"] for row in rows] == ["0", "1", "2", "3"]
+    rows = json.loads(json.dumps(evaluated.rows))
+    assert rows == evaluated.rows and [row["prompt_id"] for row in rows] == ["0", "1", "2", "3"]
     assert all(isinstance(row["text"], str) and row["tokens"] <= 30 for row in rows)
 
 
 def test_a_draft_that_learned_the_answers_is_used_and_beats_what_costs_nothing(tiny, taught, ask, monkeypatch):
     prompts = [Prompt(str(n), "c", "", tuple(ids)) for n, ids in enumerate(tiny.prompts)]
     monkeypatch.setattr(module, "read_prompts", lambda path, target: prompts)
-    result, _ = ask(taught, [], answer_tokens=24)
+    result = ask(taught, [], answer_tokens=24)
     summary = result.summary
     assert summary["verdict"] == "draft used" and result.checks.ok
     assert summary["acceptance_length"] > 1.5 > summary["acceptance_length_untrained"]
@@ -74,7 +73,7 @@ def test_a_draft_that_learned_the_answers_is_used_and_beats_what_costs_nothing(t
 def test_a_draft_of_which_nothing_is_accepted_was_not_used(tiny, ask):
     draft = tiny.make_draft(2)
     draft.lm_head.weight.data.zero_()  # always guesses draft id 0, the target's <|endoftext|>
-    result, _ = ask(draft, PROMPTS, answer_tokens=20)
+    result = ask(draft, PROMPTS, answer_tokens=20)
     assert result.summary["verdict"] == "draft not used" and not any(result.summary["per_position"])
     with pytest.raises(CheckRefused) as caught:
         result.checks.require()
@@ -92,16 +91,16 @@ def test_answers_that_differ_from_greedy_beyond_a_tie_fail(tiny, ask, monkeypatc
         return answers
 
     monkeypatch.setattr(module, "greedy", off_by_one)
-    result, _ = ask(tiny.make_draft(1), PROMPTS, tie_gap=0.01)
+    result = ask(tiny.make_draft(1), PROMPTS, tie_gap=0.01)
     assert result.summary["lossless_mismatches"] == 2 and not result.checks.ok  # one in each batch of two
     assert {row["place"] for row in result.summary["mismatches"]} == {0}
-    tied, _ = ask(tiny.make_draft(1), PROMPTS, tie_gap=1e6)
+    tied = ask(tiny.make_draft(1), PROMPTS, tie_gap=1e6)
     assert tied.summary["lossless_mismatches"] == 0 and len(tied.summary["ties"]) == 2
 
 
 def test_trained_on_and_too_long_prompts_are_left_out_and_listed(tiny, ask):
     rows = [("a", "tell me about rivers number 0"), ("a", "tea " * 600), ("b", "say tea")]
-    result, _ = ask(tiny.make_draft(1), rows)
+    result = ask(tiny.make_draft(1), rows)
     assert result.summary["left_out"] == {"trained_on": ["0"], "too_long": ["1"]}
     assert [row["prompt_id"] for row in result.rows] == ["2"]
     with pytest.raises(CheckRefused, match="1 begin a training sample and 1 are too long"):

@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 
 from eagle3_helpers.errors import CheckRefused
+from eagle3_helpers.evaluation import intervals
 from eagle3_helpers.evaluation.intervals import bootstrap_interval, ratio_of_sums
 
 

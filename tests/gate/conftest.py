@@ -2,12 +2,15 @@
 
 import itertools
 
+import numpy as np
 import pytest
+import safetensors.numpy
 
-from eagle3_helpers.durable import append_lines, digest, file_digest
+from eagle3_helpers.durable import append_lines, file_digest, write_bytes, write_json
 from eagle3_helpers.gate.plan import build_plan, write_plan
 from eagle3_helpers.params import load_params
 from eagle3_helpers.runs import Run, outputs
+from eagle3_helpers.samples.table import load_samples
 from eagle3_helpers.states.format import CaptureRecord
 from eagle3_helpers.states.manifest import manifest_digest, new_entry, new_manifest_file
 from eagle3_helpers.states.store import Store
@@ -23,7 +26,7 @@ FREEZE_TABLE = {
     "trainable": 1000,
     "frozen": 600,
 }
-WARMUP = {"seconds_per_step": 0.5, "steps": 3}
+WARMUP = {"seconds_per_step": 0.5, "seconds_per_evaluation": 0.25, "seconds_per_checkpoint": 2.0, "steps": 3}
 
 
 @pytest.fixture(scope="session")
@@ -47,7 +50,8 @@ def open_run(params_file, monkeypatch):
         folder.mkdir(parents=True, exist_ok=True)
         params.store_folder.parent.mkdir(exist_ok=True)
         if not params.store_folder.exists():
-            add_samples(Store.create(params.store_folder, RECORD), 3)
+            make_samples(params.store_folder)
+            list_states(Store.create(params.store_folder, RECORD), load_samples(params.store_folder).sample_ids)
         return Run(folder, params)
 
     return open_it
@@ -65,9 +69,18 @@ RECORD = CaptureRecord(
 )
 
 
-def add_samples(store: Store, count: int) -> None:
-    contents = [str(next(NUMBERS)).encode() for _ in range(count)]
-    entries = [new_entry(digest(content)[:16], 10, content) for content in contents]
+def make_samples(folder) -> None:
+    """A table of three samples of ten tokens, other ones for every store."""
+    ids = np.arange(30, dtype=np.int32) + 100 * next(NUMBERS)
+    arrays = {"input_ids": ids, "loss_mask": np.ones(30, np.uint8), "offsets": np.arange(0, 31, 10)}
+    path = folder / "samples.safetensors"
+    write_bytes(path, safetensors.numpy.save(arrays))
+    write_json(folder / "accounting.json", {"fingerprint": "f" * 16, "digest": file_digest(path), "accounting": {}})
+
+
+def list_states(store: Store, sample_ids: list[str]) -> None:
+    """Lists states with new bytes for these samples."""
+    entries = [new_entry(name, 10, str(next(NUMBERS)).encode()) for name in sample_ids]
     append_lines(new_manifest_file(store), [entry._asdict() for entry in entries])
 
 
@@ -75,18 +88,17 @@ def make_plan(run: Run):
     """The plan that the params of `run` make now, not written."""
     store = Store.open(run.params.store_folder)
     training = run.params.training
-    samples, vocab = store.folder / "samples.safetensors", store.folder / "draft_vocab.safetensors"
-    for path in (samples, vocab):
-        if not path.exists():
-            path.write_text(path.name)
+    table, vocab = load_samples(store.folder), store.folder / "draft_vocab.safetensors"
+    if not vocab.exists():
+        vocab.write_text(vocab.name)
     spec = {
         "folder": str(run.folder / "training"),
         "target": run.params.target.model_dump(mode="json"),
         "store": str(store.folder),
         "samples": str(store.folder),
         "draft_vocab": str(vocab),
-        "manifest_digest": manifest_digest(store),
-        "samples_digest": file_digest(samples),
+        "manifest_digest": manifest_digest(store, table.sample_ids),
+        "samples_digest": table.digest,
         "draft_vocab_digest": file_digest(vocab),
         "draft": {"hidden_size": 32},
         "training": training.model_dump(mode="json"),

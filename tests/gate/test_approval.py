@@ -9,11 +9,15 @@ import pytest
 
 from eagle3_helpers.durable import canonical_json, digest, read_lines, write_json
 from eagle3_helpers.errors import BadParams, CheckRefused, NotApproved
+from eagle3_helpers.gate import approval_record, live_checks
 from eagle3_helpers.gate.approval import approval_status, approve, auto_approve, redeem, reject, require_approval
 from eagle3_helpers.gate.approval_record import last_decided
 from eagle3_helpers.gate.plan import plan_file
+from eagle3_helpers.runs import Run
+from eagle3_helpers.samples.table import load_samples
 from eagle3_helpers.states.store import Store
-from tests.gate.conftest import add_samples, written_plan
+from eagle3_helpers.training.checkpoints import Checkpoints
+from tests.gate.conftest import list_states, written_plan
 from tests.gate.test_plan import locked
 from tests.recover.fake_nvml import GIB, device, shown_gpus
 
@@ -196,7 +200,7 @@ def test_a_rejection_is_recorded_and_ends_an_earlier_approval(run, plan):
 
 def test_changed_data_stops_the_launch_and_leaves_the_approval_unused(run, plan):
     approve(run, plan.digest, "Ada", "ok", "command")
-    add_samples(Store.open(run.params.store_folder), 1)
+    list_states(Store.open(run.params.store_folder), load_samples(run.params.store_folder).sample_ids[:1])
     planned = plan.values["spec"]["manifest_digest"][:12]
     with pytest.raises(
         CheckRefused, match=rf"states as planned: [0-9a-f]{{12}} \(expected {planned}\)\. Run 03_verify"
@@ -235,10 +239,84 @@ def test_a_disk_without_room_stops_the_launch_with_both_numbers(run, plan):
 
 def test_a_running_trainer_stops_a_second_launch(run, plan):
     approve(run, plan.digest, "Ada", "ok", "command")
-    (run.folder / "training").mkdir()
     with locked(run.folder / "training" / "lock"), pytest.raises(CheckRefused, match="no other trainer of this run"):
         redeem(run)
     assert redeem(run).digest == plan.digest  # the lock fell with its process
+
+
+def test_code_that_changed_since_the_plan_stops_the_launch_and_leaves_the_approval_unused(run, plan, monkeypatch):
+    approve(run, plan.digest, "Ada", "ok", "command")
+    planned = plan.values["code"]
+    edited = planned | {"commit": "c" * 40, "diff": "d" * 64}
+    monkeypatch.setattr(live_checks, "code_commit", lambda: edited)
+    with pytest.raises(CheckRefused, match="code as planned: cccccccccccc with changes dddddddddddd") as refusal:
+        redeem(run)
+    assert f"move {plan_file(run)} aside, run 04_inspect_freeze again" in refusal.value.remedy
+    assert record_of(run)["redeemed_at"] is None
+    monkeypatch.setattr(live_checks, "code_commit", lambda: planned | {"dirty": "a notebook was saved"})
+    assert redeem(run).digest == plan.digest
+
+
+def test_another_version_of_a_package_than_planned_stops_the_launch_and_is_named(run, plan, monkeypatch):
+    approve(run, plan.digest, "Ada", "ok", "command")
+    monkeypatch.setattr(live_checks, "versions", lambda: plan.values["versions"] | {"torch": "9.9"})
+    was = plan.values["versions"]["torch"].replace("+", r"\+")
+    with pytest.raises(CheckRefused, match=rf"versions as planned: torch {was} -> 9\.9"):
+        redeem(run)
+
+
+def test_outside_a_git_checkout_the_code_passes(open_run, monkeypatch):
+    nothing = {"commit": None, "dirty": None, "diff": None}
+    monkeypatch.setattr("eagle3_helpers.gate.plan.code_commit", lambda: nothing)
+    monkeypatch.setattr(live_checks, "code_commit", lambda: nothing)
+    run = open_run()
+    approve(run, written_plan(run).digest, "Ada", "ok", "command")
+    assert "not in git" in repr(require_approval(run))
+
+
+def trained_by(run, spec: dict) -> None:
+    """A checkpoint of this spec in the run's training folder."""
+    Checkpoints(run.folder / "training" / "checkpoints").save(2, {}, {}, {"spec": spec})
+
+
+def test_a_training_folder_of_another_plan_stops_the_launch_field_by_field_before_the_approval_is_spent(run, plan):
+    approve(run, plan.digest, "Ada", "ok", "command")
+    spec = plan.values["spec"]
+    trained_by(run, spec | {"training": spec["training"] | {"lr": 0.5}, "optimizer_steps": 99})
+    with pytest.raises(
+        CheckRefused,
+        match=r"training folder: another plan's: optimizer_steps 99 -> 8, training\.lr 0\.5 -> 0\.003 \(expected empty",
+    ) as refusal:
+        redeem(run)
+    assert f"Move {run.folder / 'training'} aside to train anew, or use another run id" in refusal.value.remedy
+    assert record_of(run)["redeemed_at"] is None
+    (run.folder / "training").rename(run.folder / "training-aside")
+    assert redeem(run).digest == plan.digest
+
+
+def test_checkpoints_of_this_plan_let_a_launch_through(run, plan):
+    approve(run, plan.digest, "Ada", "ok", "command")
+    trained_by(run, plan.values["spec"])
+    assert redeem(run).digest == plan.digest
+
+
+def test_a_run_folder_that_was_moved_stops_the_launch_before_the_approval_is_spent(run, plan):
+    approve(run, plan.digest, "Ada", "ok", "command")
+    moved = run.folder.with_name(f"{run.id}-moved") / run.id
+    moved.parent.mkdir()
+    run.folder.rename(moved)
+    with pytest.raises(CheckRefused, match=f"and the plan trains in {run.folder / 'training'}"):
+        redeem(Run(moved, run.params))
+
+
+def test_two_decisions_at_once_do_not_mix_and_the_second_says_so(run, plan, monkeypatch):
+    monkeypatch.setattr(approval_record, "LOCK_SECONDS", 0.1)
+    with (
+        locked(run.folder / "approval.lock"),
+        pytest.raises(CheckRefused, match=f"another process decides on the plan of run {run.id}"),
+    ):
+        approve(run, plan.digest, "Ada", "ok", "command")
+    assert not (run.folder / "approval.json").exists()
 
 
 def test_a_gpu_that_somebody_took_stops_the_launch_and_names_the_holder(open_run, monkeypatch):
@@ -268,7 +346,7 @@ def test_a_gpu_plan_is_not_approved_by_the_default_limit(open_run, monkeypatch):
     shown_gpus(monkeypatch)(device("GPU-a"))
     run = open_run(training__device="cuda")
     written_plan(run)
-    with pytest.raises(NotApproved, match=r"needs 0.00111 GPU hours, .* goes up to .* 0\."):
+    with pytest.raises(NotApproved, match=r"needs 0.00347 GPU hours, .* goes up to .* 0\."):
         auto_approve(run, "demo")
 
 
@@ -292,6 +370,24 @@ def test_approve_as_stops_at_its_limit_with_both_numbers(open_run, plan):
             with pytest.raises(NotApproved, match=r"needs 1.51 GPU hours, .* 1.5"):
                 auto_approve(run, "demo")
             assert last_decided(run) != digest(values)
+
+
+def test_approve_as_does_not_override_a_persons_rejection_of_the_same_plan(open_run, run, plan):
+    reject(run, plan.digest, "Grace", "the head should be frozen", "command")
+    with pytest.raises(NotApproved, match=r"rejected by Grace at .* UTC: the head should be frozen") as refusal:
+        auto_approve(run, "demo")
+    assert f"eagle3-runbook approve --run {run.id} --digest {plan.digest}" in refusal.value.remedy
+    assert record_of(run)["decision"] == "rejected"
+
+    other = open_run(training__lr=0.001)
+    written_plan(other)
+    auto_approve(other, "demo")  # another plan was not rejected
+    again = written_plan(run)
+    assert again.digest != plan.digest  # its date is another
+    with pytest.raises(NotApproved, match="rejected by Grace"):
+        auto_approve(run, "demo")
+    approve(run, again.digest, "Grace", "it may train after all", "command")
+    auto_approve(run, "demo")
 
 
 def test_approve_as_needs_a_name(run, plan):

@@ -1,16 +1,20 @@
 import json
+import os
 import subprocess
 import sys
 
+import psutil
 import pytest
 
-from eagle3_helpers.durable import canonical_json, file_digest
+from eagle3_helpers.durable import canonical_json, file_digest, write_json
 from eagle3_helpers.errors import BadParams, CheckRefused
 from eagle3_helpers.gate.approval import approve
 from eagle3_helpers.gate.cost import checkpoint_bytes, estimate
 from eagle3_helpers.gate.plan import build_plan, compare, plan_file, read_plan, write_plan
 from eagle3_helpers.params import GateParams
-from tests.gate.conftest import FREEZE_TABLE, WARMUP, make_plan, written_plan
+from eagle3_helpers.runs import code_commit
+from eagle3_helpers.states.store import Store
+from tests.gate.conftest import FREEZE_TABLE, WARMUP, list_states, make_plan, written_plan
 from tests.recover.fake_nvml import error, shown_gpus
 
 
@@ -33,15 +37,28 @@ def test_a_plan_names_what_runs_on_what_and_what_it_takes(open_run):
         "bytes": 0,
         "capture_record": "",
     }
-    assert values["estimate"]["seconds"] == 12 * 0.5
+    assert values["estimate"]["seconds"] == 12 * 0.5 + 3 * 0.25 + 6 * 2
     assert values["estimate"]["gpu_hours"] == values["estimate"]["cost"] == 0
     assert values["disk"]["needed"] == (2 + 2) * (4 * 100 + 12 * 1000)
 
 
+def costs(
+    warmup: dict, steps: int = 7190, evaluate_every: int = 900, checkpoint_every: int = 600, held_out=("a",)
+) -> dict:
+    training = {"evaluate_every": evaluate_every, "checkpoint_every": checkpoint_every}
+    spec = {"optimizer_steps": steps, "training": training, "held_out": list(held_out)}
+    return estimate(GateParams(cost_per_gpu_hour=2.5, gpu_watts=300.0), spec, 4, warmup)
+
+
 def test_gpu_hours_energy_and_cost_follow_from_the_warm_up():
-    gate = GateParams(cost_per_gpu_hour=2.5, gpu_watts=300.0)
-    found = estimate(gate, optimizer_steps=7200, gpus=4, warmup={"seconds_per_step": 5})
+    found = costs({"seconds_per_step": 5, "seconds_per_evaluation": 2.25, "seconds_per_checkpoint": 2})
+    assert (found["evaluations"], found["checkpoints"]) == (8, 16)  # each evaluation may be the best, and is then saved
     assert (found["hours"], found["gpu_hours"], found["kwh"], found["cost"]) == (10, 40, 12, 100)
+
+
+def test_without_held_out_samples_no_evaluation_is_counted():
+    found = costs({"seconds_per_step": 1, "seconds_per_evaluation": 9, "seconds_per_checkpoint": 3}, held_out=())
+    assert (found["evaluations"], found["checkpoints"], found["seconds"]) == (0, 12, 7190 + 36)
 
 
 def test_checkpoints_hold_weights_and_moments_but_not_the_embedding():
@@ -52,8 +69,11 @@ def test_checkpoints_hold_weights_and_moments_but_not_the_embedding():
 
 @pytest.mark.parametrize("pace", [None, 0, -1.0, float("nan"), float("inf"), "0.5"])
 def test_a_warm_up_without_a_time_makes_no_plan(open_run, pace):
-    with pytest.raises(BadParams, match="seconds a step"):
-        estimate(GateParams(), 10, 1, {"seconds_per_step": pace})
+    with pytest.raises(BadParams, match="seconds_per_step"):
+        costs(WARMUP | {"seconds_per_step": pace})
+    if pace != 0:  # nothing is held out, so it takes no time
+        with pytest.raises(BadParams, match="seconds_per_evaluation"):
+            costs(WARMUP | {"seconds_per_evaluation": pace})
 
 
 def test_making_the_same_plan_again_changes_nothing(open_run):
@@ -84,11 +104,31 @@ def test_another_plan_replaces_the_file_and_sets_its_approval_aside(open_run, ca
 def test_a_plan_is_not_replaced_under_a_running_trainer(open_run):
     run = open_run()
     kept = written_plan(run)
-    (run.folder / "training").mkdir()
     with locked(run.folder / "training" / "lock"):
         assert written_plan(run).digest == kept.digest
         with pytest.raises(CheckRefused, match="works by the present plan"):
             written_plan(open_run(training__lr=0.001))
+    assert read_plan(run).digest == kept.digest
+
+
+def test_a_plan_is_not_replaced_while_a_trainer_is_being_launched_by_it(open_run):
+    run = open_run()
+    kept = written_plan(run)
+    with locked(run.folder / "training" / "launch.lock"):
+        assert written_plan(run).digest == kept.digest
+        with pytest.raises(CheckRefused, match="a launch, or a change of the plan, is in progress"):
+            written_plan(open_run(training__lr=0.001))
+    assert read_plan(run).digest == kept.digest
+    assert written_plan(open_run(training__lr=0.001)).digest != kept.digest
+
+
+def test_a_plan_is_not_replaced_under_a_trainer_that_has_no_lock_yet(open_run):
+    run = open_run()
+    kept = written_plan(run)
+    me = {"pid": os.getpid(), "created": psutil.Process().create_time()}
+    write_json(run.folder / "training" / "process.json", {"status": "launching", **me})
+    with pytest.raises(CheckRefused, match="works by the present plan"):
+        written_plan(open_run(training__lr=0.001))
     assert read_plan(run).digest == kept.digest
 
 
@@ -139,7 +179,7 @@ def test_two_plans_are_compared_field_by_field_with_deciding_ones_first(open_run
     new.values["estimate"]["seconds"] = 9.0
     changes = compare(old, new)
     assert changes[0] == ("spec.training.lr", 0.003, 0.001)
-    assert ("estimate.seconds", 4.0, 9.0) in changes
+    assert ("estimate.seconds", 12.5, 9.0) in changes
     assert compare(old, old) == []
 
 
@@ -154,6 +194,49 @@ def test_a_store_that_changed_since_the_spec_makes_no_plan(open_run):
     spec = make_plan(run).values["spec"] | {"manifest_digest": "0" * 64}
     with pytest.raises(CheckRefused, match="changed since the training spec"):
         build_plan(run, spec, FREEZE_TABLE, {"hidden_size": 32}, WARMUP)
+
+
+def test_what_another_run_stores_in_the_same_store_changes_no_plan(open_run):
+    run = open_run()
+    plan = written_plan(run)
+    list_states(Store.open(run.params.store_folder), ["00" * 8])
+    assert written_plan(run).digest == plan.digest
+
+
+@pytest.mark.parametrize(
+    ("changed", "made_anew"),
+    [({"dirty": "other"}, False), ({"diff": "d" * 64}, True), ({"commit": "c" * 40}, True)],
+)
+def test_another_commit_or_an_edited_package_makes_a_new_plan_and_an_edited_notebook_does_not(
+    open_run, changed, made_anew
+):
+    run = open_run()
+    plan = written_plan(run)
+    other = make_plan(run)
+    other.values["code"] |= changed
+    assert (write_plan(run, other).digest != plan.digest) == made_anew
+
+
+def test_two_edits_of_the_package_differ_and_a_saved_notebook_is_no_edit(tmp_path, monkeypatch):
+    package = tmp_path / "repo" / "package"
+    for folder in (package, tmp_path / "repo" / "notebooks"):
+        folder.mkdir(parents=True)
+        (folder / "file").write_text("first\n")
+    monkeypatch.setattr("eagle3_helpers.runs.__file__", str(package / "runs.py"))
+    assert code_commit() == {"commit": None, "dirty": None, "diff": None}
+    who = ["-c", "user.name=a", "-c", "user.email=a@b"]
+    for words in (["init", "-q"], ["add", "."], [*who, "commit", "-qm", "first"]):
+        subprocess.run(["git", "-C", str(tmp_path / "repo"), *words], check=True)
+    clean = code_commit()
+    assert (clean["dirty"], clean["diff"]) == (False, None)
+    (tmp_path / "repo" / "notebooks" / "file").write_text("outputs\n")
+    assert code_commit() == clean | {"dirty": True}
+    found = set()
+    for text in ("second\n", "third\n"):
+        (package / "file").write_text(text)
+        found.add(code_commit()["diff"])
+    assert len(found) == 2 and None not in found
+    assert code_commit() == code_commit()
 
 
 def test_environment_variables_are_named_and_their_values_kept_out(open_run, monkeypatch):
@@ -173,7 +256,7 @@ def test_a_plan_reads_as_a_table_in_text_and_html(open_run):
             plan.digest,
             "1,000 parameters",
             "600 parameters",
-            "4 s",
+            "12 s: 8 steps of 0.5 s, 2 held-out evaluations of 0.25 s, up to 4 checkpoints of 2 s, as measured",
             "OK: 49.60 kB needed",
         ):
             assert shown in text

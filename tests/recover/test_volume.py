@@ -32,10 +32,17 @@ def test_a_folder_that_is_not_there_yet_is_looked_at_where_it_would_be(run, tmp_
     assert "data (not there yet)" in repr(describe_volumes(run))
 
 
-def test_a_good_pair_of_volumes_passes(run):
+def test_a_good_pair_of_volumes_passes(run, tmp_path):
+    (tmp_path / "data").mkdir()
     checks = check_volumes(run)
     assert checks.ok, checks
-    assert [item["check"] for item in checks.items][:2] == ["data root can be written", "data root has room"]
+    names = [item["check"] for item in checks.items]
+    assert names[:3] == ["data root is there", "data root can be written", "data root has room"]
+
+
+def test_a_data_root_that_does_not_exist_stops(run, tmp_path):
+    with pytest.raises(CheckRefused, match=f"{tmp_path / 'data'} does not exist"):
+        check_volumes(run).require()
 
 
 def test_a_data_root_that_takes_no_file_stops_with_the_reason(run):

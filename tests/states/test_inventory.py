@@ -1,4 +1,5 @@
 import os
+import socket
 import subprocess
 import sys
 
@@ -31,7 +32,7 @@ def test_every_class_is_found_and_the_classes_add_up(store, table):
         (store.folder / "manifest" / path.name).write_text("".join(lines))
     entry = read_manifest(store)[d]
     append_lines(new_manifest_file(store), [entry._replace(n_tokens=99, time=entry.time + 1)._asdict()])
-    stale = store.state_file(f).parent / f".writing-{f}.safetensors.999999999"
+    stale = store.state_file(f).parent / f".writing-{f}.safetensors~{socket.gethostname()}~999999999~00"
     stale.parent.mkdir(exist_ok=True)
     stale.write_bytes(b"half")
 
@@ -90,7 +91,7 @@ def test_a_temporary_file_of_a_running_writer_is_let_be(store, table):
     folder = store.state_file(table.sample_ids[0]).parent
     folder.mkdir(parents=True)
     child = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
-    path = folder / f".writing-{table.sample_ids[0]}.safetensors.{child.pid}"
+    path = folder / f".writing-{table.sample_ids[0]}.safetensors~{socket.gethostname()}~{child.pid}~00"
     path.write_bytes(b"half")
     try:
         assert take_inventory(store, table).findings == []
@@ -99,6 +100,16 @@ def test_a_temporary_file_of_a_running_writer_is_let_be(store, table):
     finally:
         child.communicate(b"\n")
     os.utime(path)
+    assert take_inventory(store, table).counts["unfinished write"] == 1
+
+
+def test_a_fresh_temporary_file_of_another_host_is_let_be(store, table):
+    folder = store.state_file(table.sample_ids[0]).parent
+    folder.mkdir(parents=True)
+    path = folder / f".writing-{table.sample_ids[0]}.safetensors~elsewhere~{os.getpid()}~00"
+    path.write_bytes(b"half")
+    assert take_inventory(store, table).findings == []
+    os.utime(path, (1, 1))
     assert take_inventory(store, table).counts["unfinished write"] == 1
 
 

@@ -11,7 +11,7 @@ import pytest
 
 from eagle3_helpers.capture.transformers_backend import capture, capture_record
 from eagle3_helpers.draft.model import DraftConfig
-from eagle3_helpers.durable import canonical_json, read_json, write_bytes
+from eagle3_helpers.durable import canonical_json, digest, file_digest, read_json, write_bytes, write_json
 from eagle3_helpers.params import load_params
 from eagle3_helpers.runs import Run
 from eagle3_helpers.samples.table import build_samples
@@ -52,9 +52,9 @@ class TinyRun:
         config = DraftConfig.from_params(self.params.draft, self.target)
         return make_spec(self.params, self.folder, table, self.home / "draft_vocab.safetensors", config)
 
-    def write_plan(self, spec: dict | None = None) -> None:
+    def write_plan(self, spec: dict | None = None, **fields) -> None:
         argv = [sys.executable, "-m", "eagle3_helpers.training.loop", str(self.plan_file)]
-        self.plan = {"argv": argv, "gpus": [], "spec": spec or self.spec.model_dump(mode="json")}
+        self.plan = {"argv": argv, "gpus": [], "spec": spec or self.spec.model_dump(mode="json"), **fields}
         write_bytes(self.plan_file, canonical_json(self.plan))
 
     def redeem(self, _run: Run) -> SimpleNamespace:
@@ -62,11 +62,15 @@ class TinyRun:
 
     def train(self) -> int:
         """The trainer in this process; its exit code."""
-        return loop.main([str(self.plan_file)])
+        return loop.main([str(self.plan_file), digest(self.plan)])
 
     def start(self) -> subprocess.Popen:
         return subprocess.Popen(
-            self.plan["argv"], stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+            [*self.plan["argv"], digest(self.plan)],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
         )
 
     def samples_of(self, step: int) -> list[str]:
@@ -152,3 +156,24 @@ def straight(captured, tmp_path_factory) -> TinyRun:
     run = TinyRun(home)
     assert run.train() == 0
     return run
+
+
+@pytest.fixture
+def finished(straight, tiny_run) -> TinyRun:
+    """A run of its own that was trained as `straight` was."""
+    run = tiny_run()
+    shutil.copytree(straight.folder, run.folder)
+    (run.folder / "events.jsonl").unlink()
+    for folder in (run.folder / "checkpoints").iterdir():  # the paths in a spec are the run's own
+        rewrite_state(folder, spec=run.spec.model_dump(mode="json"))
+    result = straight.result | {"spec_digest": run.spec.digest, "plan_digest": digest(run.plan)}
+    write_json(run.folder / "result.json", result)
+    return run
+
+
+def rewrite_state(checkpoint: Path, **changes) -> None:
+    """A checkpoint with another state.json, and a marker that fits it."""
+    write_json(checkpoint / "state.json", read_json(checkpoint / "state.json") | changes)
+    marker = read_json(checkpoint / "complete.json")
+    marker["sha256"]["state.json"] = file_digest(checkpoint / "state.json")
+    write_json(checkpoint / "complete.json", marker)

@@ -72,7 +72,7 @@ def test_pruning_keeps_the_newest_and_the_best_and_touches_nothing_unmarked(thre
     assert three.prune(keep=2, best=None) == []
 
 
-def test_a_full_disk_leaves_the_older_checkpoint_and_says_what_to_do(three, monkeypatch):
+def test_a_full_disk_leaves_the_older_checkpoint_and_nothing_half_written_and_says_what_to_do(three, monkeypatch):
     whole = module.write_bytes
 
     def full(path, content):
@@ -83,5 +83,28 @@ def test_a_full_disk_leaves_the_older_checkpoint_and_says_what_to_do(three, monk
     monkeypatch.setattr(module, "write_bytes", full)
     with pytest.raises(StageFailed, match="No space left"):
         three.save(12, WEIGHTS, MOMENTS, {"step": 12})
-    newest, [(folder, _)] = three.newest()
-    assert (newest.step, folder.name) == (10, "step-000012")
+    newest, passed = three.newest()
+    assert (newest.step, passed) == (10, [])
+    assert not three.path(12).exists()
+
+
+def test_a_full_disk_does_not_make_us_remove_a_folder_that_was_there_before(three, monkeypatch):
+    (three.path(12)).mkdir()
+    (three.path(12) / "notes").write_text("of somebody")
+
+    def full(path, content):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(module, "write_bytes", full)
+    with pytest.raises(StageFailed, match="No space left"):
+        three.save(12, WEIGHTS, MOMENTS, {"step": 12})
+    assert (three.path(12) / "notes").read_text() == "of somebody"
+
+
+def test_the_newest_spec_is_that_of_the_newest_folder_with_a_marker(three):
+    assert Checkpoints(three.folder / "none").newest_spec() is None
+    three.save(11, WEIGHTS, MOMENTS, {"step": 11, "spec": {"a": 1}})
+    three.save(12, WEIGHTS, MOMENTS, {"step": 12, "spec": {"a": 2}})
+    assert three.newest_spec() == {"a": 2}
+    (three.path(12) / "complete.json").unlink()
+    assert three.newest_spec() == {"a": 1}

@@ -6,9 +6,10 @@ import sys
 import psutil
 import pytest
 
-from eagle3_helpers.durable import read_json, write_json
-from eagle3_helpers.errors import StageFailed
-from eagle3_helpers.training.launch import launch, stop_trainer, trainer_status
+from eagle3_helpers.durable import digest, read_json, write_json
+from eagle3_helpers.errors import CheckRefused, StageFailed
+from eagle3_helpers.training import launch as module
+from eagle3_helpers.training.launch import launch, launch_lock, needs_launch, stop_trainer, trainer_status
 from eagle3_helpers.training.monitor import _Panel, attach, status_line, training_checks
 
 
@@ -51,6 +52,90 @@ def test_two_launches_at_once_start_one_trainer_that_can_be_stopped_and_resumed(
     assert training_checks(run.run.folder, result).ok
     assert launch(run.run, refuse).state == "finished"  # nothing to start, so no approval is used
     assert "trainer finished: step 10 of 10" in capsys.readouterr().out
+
+
+def failed_checks(run, result: dict) -> dict:
+    """{name: remedy}"""
+    items = training_checks(run.run.folder, result).items
+    return {item["check"]: item["remedy"] for item in items if not item["ok"]}
+
+
+def test_the_same_spec_under_a_new_plan_is_done_without_another_approval_and_keeps_its_record(finished):
+    before = finished.result
+    finished.write_plan(code={"commit": "another"})
+    assert not needs_launch(finished.run)
+    assert launch(finished.run, refuse).state == "finished"
+    assert attach(finished.run.folder) == before
+    assert failed_checks(finished, before) == {}
+    assert before["plan_digest"] != digest(finished.plan)
+
+
+def test_a_result_counts_whatever_became_of_the_process_after_it_was_written(finished):
+    write_json(finished.folder / "process.json", {"status": "running"})
+    assert trainer_status(finished.folder).state == "failed"
+    assert launch(finished.run, refuse).state == "finished"
+    assert attach(finished.run.folder) == finished.result
+
+
+def test_another_spec_needs_a_launch_and_its_result_is_not_taken_for_it(finished):
+    spec = finished.spec.model_dump(mode="json")
+    finished.write_plan({**spec, "training": {**spec["training"], "lr": 0.5}})
+    assert needs_launch(finished.run)
+    assert list(failed_checks(finished, finished.result)) == ["trained by the plan's spec"]
+
+
+def test_a_finished_training_whose_chosen_checkpoint_is_damaged_is_launched_again_and_mended(finished):
+    before = finished.result
+    chosen = finished.folder / before["checkpoint"] / "optimizer.safetensors"
+    chosen.write_bytes(chosen.read_bytes()[:-1])
+    assert needs_launch(finished.run)
+    [(check, remedy)] = failed_checks(finished, before).items()
+    assert check == "best checkpoint reads back" and "goes on from the newest whole checkpoint" in remedy
+    assert launch(finished.run, finished.redeem).state == "running"
+    mended = attach(finished.run.folder)
+    assert failed_checks(finished, mended) == {}
+    assert not needs_launch(finished.run)
+
+
+def test_a_plan_that_is_changed_while_it_is_launched_is_not_trained(tiny_run):
+    run = tiny_run()
+
+    def redeem(_run):
+        approved = run.redeem(_run)
+        run.write_plan({**run.spec.model_dump(mode="json"), "freeze_lm_head": True})
+        return approved
+
+    launch(run.run, redeem)
+    with pytest.raises(StageFailed, match="failed at step 0"):
+        attach(run.run.folder)
+    assert "was approved" in (run.folder / "log.txt").read_text()
+    assert not (run.folder / "checkpoints").exists()
+
+
+def test_a_launch_says_so_where_another_one_does_not_come_to_its_end(tiny_run, monkeypatch):
+    monkeypatch.setattr(module, "LAUNCH_SECONDS", 0.1)
+    run = tiny_run()
+    with (
+        launch_lock(run.folder, 0),
+        pytest.raises(CheckRefused, match="a launch, or a change of the plan, is in progress"),
+    ):
+        launch(run.run, refuse)
+    assert trainer_status(run.folder).state == "none"
+
+
+def test_the_launcher_does_not_overwrite_what_the_trainer_told_already(tiny_run, monkeypatch):
+    run = tiny_run()
+    start = subprocess.Popen
+
+    def start_and_wait(*arguments, **settings):
+        process = start(*arguments, **settings)
+        process.wait(timeout=60)  # the trainer is quicker than the launcher
+        return process
+
+    run.write_plan({**run.spec.model_dump(mode="json"), "samples_digest": "0" * 64})
+    monkeypatch.setattr(module.subprocess, "Popen", start_and_wait)
+    status = launch(run.run, run.redeem)
+    assert status.state == "failed" and "digests differ" in status.reason
 
 
 def refuse(_run):

@@ -9,11 +9,14 @@ import torch
 from filelock import FileLock
 from safetensors.torch import load
 
-from eagle3_helpers.durable import file_digest, read_lines
+from eagle3_helpers.durable import append_lines, digest, file_digest, read_json, read_lines, write_json
+from eagle3_helpers.errors import CheckRefused
 from eagle3_helpers.states.format import State, encode_state
-from eagle3_helpers.training import loop
+from eagle3_helpers.states.manifest import new_entry, new_manifest_file, read_manifest
+from eagle3_helpers.training import trainer_process
 from eagle3_helpers.training.checkpoints import load_result
 from eagle3_helpers.training.loop import main
+from tests.training.conftest import rewrite_state
 
 STEPS = 10
 
@@ -100,7 +103,7 @@ def test_kill_9_loses_only_the_steps_since_the_last_checkpoint_and_changes_nothi
 
 
 def test_a_second_trainer_is_refused_with_exit_4(tiny_run, capsys, monkeypatch):
-    monkeypatch.setattr(loop, "LOCK_SECONDS", 0.1)
+    monkeypatch.setattr(trainer_process, "LOCK_SECONDS", 0.1)
     run = tiny_run()
     run.folder.mkdir(parents=True)
     with FileLock(run.folder / "lock"):
@@ -116,6 +119,85 @@ def test_data_that_is_not_what_the_plan_says_is_refused_before_anything_starts(t
     assert run.train() == 4
     assert "000000000000" in capsys.readouterr().err
     assert not (run.folder / "checkpoints").exists()
+
+
+def test_a_plan_that_was_not_approved_is_refused_with_exit_4_before_anything(tiny_run, capsys):
+    run = tiny_run()
+    approved = digest(run.plan)
+    run.write_plan(
+        {**run.spec.model_dump(mode="json"), "freeze_lm_head": True}
+    )  # after the launch had redeemed the other
+    assert main([str(run.plan_file), approved]) == 4
+    assert f"holds plan {digest(run.plan)}, and {approved} was approved" in capsys.readouterr().err
+    assert not run.folder.exists()
+
+
+def test_a_state_whose_bytes_changed_after_it_was_listed_is_refused_by_file(tiny_run, capsys):
+    run = tiny_run()
+    path = run.store.state_file(run.samples_of(1)[2])
+    content = bytearray(path.read_bytes())
+    content[-3] ^= 1  # one bit of one number: it still decodes and is finite
+    path.write_bytes(content)
+    assert run.train() == 4
+    assert f"{path} may not be trained on, checksum mismatch" in capsys.readouterr().err
+
+
+def test_what_another_run_stores_in_the_same_store_stops_no_training(tiny_run):
+    run = tiny_run(epochs=1)
+    append_lines(new_manifest_file(run.store), [new_entry("00" * 8, 5, b"of another run")._asdict()])
+    assert run.train() == 0
+
+
+def flip(path) -> None:
+    content = bytearray(path.read_bytes())
+    content[-2] ^= 1
+    path.write_bytes(content)
+
+
+def test_the_same_spec_under_another_plan_is_not_trained_a_second_time(finished, capsys):
+    finished.write_plan(code={"commit": "another"})
+    assert finished.train() == 0
+    assert "nothing to do: finished" in capsys.readouterr().out
+
+
+def test_a_finished_training_whose_newest_checkpoint_is_damaged_trains_on_from_the_one_before(finished, straight):
+    write_json(finished.folder / "result.json", finished.result | {"checkpoint": "checkpoints/step-000010", "step": 10})
+    flip(finished.folder / "checkpoints" / "step-000010" / "draft.safetensors")
+    assert finished.train() == 0
+    assert [event["step"] for event in events(finished, "resumed")] == [9]
+    assert_same_training(finished, straight)
+
+
+def test_a_best_checkpoint_that_was_damaged_since_is_replaced_by_the_newest_whole_one_and_said_so(finished):
+    best = finished.folder / "checkpoints" / "step-000009"
+    rewrite_state(best.with_name("step-000010"), best={"step": 9, "value": 9.0})
+    (finished.folder / "result.json").unlink()
+    flip(best / "optimizer.safetensors")
+    assert finished.train() == 0
+    [event] = events(finished, "best checkpoint damaged")
+    assert (event["checkpoint"], event["taken_instead"]) == ("step-000009", "step-000010")
+    assert "optimizer.safetensors is not what was written" in event["why"]
+    assert finished.result["checkpoint"] == "checkpoints/step-000010"
+    [held_out] = [m["held_out"] for m in finished.metrics if "held_out" in m and m["step"] == 10]
+    assert finished.result["best_simulated_acceptance"] == held_out["simulated_acceptance_length"]
+    load_result(finished.folder)
+
+
+def test_a_result_whose_draft_is_another_one_is_not_loaded(finished):
+    write_json(finished.folder / "result.json", finished.result | {"draft_digest": "0" * 64})
+    with pytest.raises(
+        CheckRefused, match=r"not what was chosen: draft\.safetensors has sha256 .*, result\.json says 0000"
+    ):
+        load_result(finished.folder)
+
+
+def test_metrics_without_any_whole_checkpoint_are_moved_aside_and_not_lost(tiny_run):
+    run = tiny_run(epochs=1)
+    append_lines(run.folder / "metrics.jsonl", [{"step": 1, "loss": 7.0}])
+    assert run.train() == 0
+    [event] = events(run, "metrics set aside")
+    assert list(read_lines(run.folder / event["moved_to"])) == [{"step": 1, "loss": 7.0}]
+    assert [record["step"] for record in run.metrics if "loss" in record] == [1, 2, 3, 4, 5]
 
 
 def test_a_sample_without_states_is_refused_by_name(tiny_run, capsys):
@@ -138,17 +220,22 @@ def test_checkpoints_of_another_plan_are_refused_with_the_fields_that_differ(tin
     spec = run.spec.model_dump(mode="json")
     run.write_plan({**spec, "training": {**spec["training"], "lr": 0.5}})
     assert run.train() == 4
-    assert "belongs to another plan: training differ" in capsys.readouterr().err
+    assert "belongs to another plan: training.lr 0.003 -> 0.5." in capsys.readouterr().err
 
 
 def poison(run, step: int) -> str:
-    """Puts a NaN into the states of one sample of that step."""
+    """Puts a NaN into the states of one sample of that step, listed as if it had been captured so, and plans anew."""
     name = run.samples_of(step)[1]
     path = run.store.state_file(name)
     tensors = load(path.read_bytes())
     tensors["aux"][0, 0] = float("nan")
     state = State(tensors["input_ids"], tensors["aux"], tensors["last"])
-    path.write_bytes(encode_state(state, name, run.store.record.digest))
+    content = encode_state(state, name, run.store.record.digest)
+    path.write_bytes(content)
+    entry = new_entry(name, len(state.input_ids), content, earlier=read_manifest(run.store)[name])
+    append_lines(new_manifest_file(run.store), [entry._asdict()])
+    run.spec = run.make_spec()
+    run.write_plan()
     return name
 
 
@@ -183,6 +270,6 @@ def test_a_frozen_head_stays_bit_for_bit_the_targets_rows(tiny_run):
 
 
 def test_a_missing_plan_is_a_usage_error(tmp_path, capsys):
+    assert main([str(tmp_path / "plan.json"), "0" * 64]) == 2
     assert main([str(tmp_path / "plan.json")]) == 2
-    assert main([]) == 2
     assert "holds no plan" in capsys.readouterr().err
