@@ -3,14 +3,17 @@
 Exit codes: 0 done, 1 failed, 2 bad parameters or usage, 3 waiting for approval, 4 a check refused, 130/143 interrupted.
 """
 
+import json
+import shlex
 import sys
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, NoReturn
 
 import typer
 import yaml
+from filelock import Timeout
 
-from eagle3_helpers.errors import BadParams, Refusal
+from eagle3_helpers.errors import BadParams, CheckRefused, Refusal
 
 app = typer.Typer(add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False, help=__doc__)
 
@@ -129,11 +132,15 @@ def new_params(
     prompts: Annotated[str, typer.Option(help="JSONL of evaluation prompts.")],
     data_root: Annotated[str, typer.Option(help="Folder for hidden states.")],
 ) -> None:
-    """Write a params file with every setting, its default and what it means."""
+    """Write a params file with every setting, its default and what it means.
+
+    PATH is relative to the folder you are in; paths inside the file are read from the runbook's home.
+    """
     from eagle3_helpers.durable import write_text
-    from eagle3_helpers.params import load_params
+    from eagle3_helpers.params import parse_params
     from eagle3_helpers.params_reference import commented_params
 
+    path = path.absolute()
     if path.exists():
         raise BadParams(f"{path} exists.", "Choose another name; nothing is overwritten.")
     given = {
@@ -144,18 +151,54 @@ def new_params(
         "store.name": path.stem,
         "evaluation.prompts": prompts,
     }
-    write_text(path, commented_params(given))
-    load_params(path.absolute())
-    print(f"{path} written; next: eagle3-runbook run -p {path}")
+    text = commented_params(given)
+    try:
+        parse_params(text, path)
+    except BadParams as error:
+        raise BadParams(
+            f"nothing written: {error.what}",
+            "The file's name names the run: at most 64 letters, digits, dots, dashes and underscores.",
+        ) from error
+    write_text(path, text)
+    print(f"{path} written; next: eagle3-runbook run -p {shlex.quote(str(path))}")
+
+
+@app.command("freeze-table")
+def show_freeze_table(
+    params: ParamsFile, as_json: Annotated[bool, typer.Option("--json", help="As JSON, for a program.")] = False
+) -> None:
+    """Show what of the draft trains and what is frozen, with counts and memory.
+
+    Needs no weights, and no model folder where the params file has target.shape.
+    """
+    from eagle3_helpers.draft.freeze import freeze_table
+    from eagle3_helpers.draft.model import DraftConfig
+    from eagle3_helpers.params import load_params
+    from eagle3_helpers.target import Target
+
+    loaded = load_params(params)
+    target = Target(loaded.target)
+    table = freeze_table(DraftConfig.from_params(loaded.draft, target), loaded.draft)
+    if as_json:
+        print(json.dumps(table.to_dict(), indent=2))
+    else:
+        print(table, f"hidden states: {target.bytes_per_token:,} bytes a token", sep="\n")
 
 
 def _overrides(settings: list[str]) -> dict:
+    from eagle3_helpers.params import YAML_ERRORS, one_line
+
     values = {}
     for setting in settings:
         name, sign, text = setting.partition("=")
         if not sign:
             raise BadParams(f"--set {setting!r} has no '='.", "Write --set section.name=value.")
-        values[name] = yaml.safe_load(text)
+        try:
+            values[name] = yaml.safe_load(text)
+        except YAML_ERRORS as error:
+            raise BadParams(
+                f"--set {setting!r} is not YAML: {one_line(error)}.", "Put text with special characters in quotes."
+            ) from error
     return values
 
 
@@ -163,10 +206,23 @@ def main() -> None:
     try:
         app()
     except Refusal as refusal:
-        print(f"{type(refusal).__name__}: {refusal.what}", file=sys.stderr)
-        if refusal.remedy:
-            print(f"Next: {refusal.remedy}", file=sys.stderr)
-        sys.exit(refusal.exit_code)
+        _leave(refusal)
+    except Timeout as error:
+        _leave(CheckRefused(f"another process holds {error.lock_file}.", "Wait until it is done, then run this again."))
+    except OSError as error:
+        what = error.strerror or str(error) or type(error).__name__
+        place = f"{error.filename}: " if error.filename is not None else ""
+        _leave(CheckRefused(f"{place}{what}.", "Check that path: the mount, its free space, and who may write there."))
+    except KeyboardInterrupt:
+        sys.exit(130)
+
+
+def _leave(refusal: Refusal) -> NoReturn:
+    """Says the refusal and ends with its exit code."""
+    print(f"{type(refusal).__name__}: {refusal.what}", file=sys.stderr)
+    if refusal.remedy:
+        print(f"Next: {refusal.remedy}", file=sys.stderr)
+    sys.exit(refusal.exit_code)
 
 
 if __name__ == "__main__":

@@ -18,6 +18,8 @@ from eagle3_helpers.errors import BadParams
 Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$")]
 Fraction = Annotated[float, Field(ge=0, lt=1)]
 Positive = Annotated[int, Field(gt=0)]
+# What PyYAML raises on text: its own errors, ValueError (the 40th of May), RecursionError (an anchor inside itself).
+YAML_ERRORS = (yaml.YAMLError, ValueError, RecursionError)
 
 
 def home() -> Path:
@@ -27,11 +29,17 @@ def home() -> Path:
 
 
 def resolve(path: str) -> Path:
-    return (home() / Path(path).expanduser()).absolute()
+    """Absolute; a relative path starts at home(). Raises BadParams for ~ of a user who is not known here."""
+    try:
+        return (home() / Path(path).expanduser()).absolute()
+    except RuntimeError as error:
+        raise BadParams(f"{path}: nobody of that name has a home here.", "Write the path in full.") from error
 
 
 class Section(BaseModel):
-    model_config = ConfigDict(extra="forbid", strict=True, frozen=True, use_attribute_docstrings=True)
+    model_config = ConfigDict(
+        extra="forbid", strict=True, frozen=True, use_attribute_docstrings=True, allow_inf_nan=False
+    )
 
 
 class TargetShape(Section):
@@ -157,7 +165,7 @@ class TrainingParams(Section):
     max_skips: Annotated[int, Field(ge=0)] = 3
     """Optimizer steps with NaN or inf that are left out before training stops."""
     seed: int = 0
-    """Decides initial weights, the held-out samples and the order of all others."""
+    """Decides initial weights and the order of samples."""
 
 
 class GateParams(Section):
@@ -232,15 +240,22 @@ def load_params(path: str | Path, overrides: dict | None = None) -> Params:
         raise BadParams(
             f"params file {path} cannot be read: {error.strerror}.", "Give an existing file with -p."
         ) from error
+    except UnicodeDecodeError as error:
+        raise BadParams(f"params file {path} is not UTF-8: {error}.", "Save it as UTF-8.") from error
+    return parse_params(text, path, overrides)
+
+
+def parse_params(text: str, path: Path, overrides: dict | None = None) -> Params:
+    """`load_params` for text that is, or will be, the file at `path`. Raises BadParams."""
+    lines: dict[tuple, int] = {}
     try:
         node = yaml.compose(text, Loader=yaml.SafeLoader)
-    except yaml.YAMLError as error:
-        raise BadParams(f"{path} is not YAML: {' '.join(str(error).split())}.", "Mend that line.") from error
-    if not isinstance(node, yaml.MappingNode):
-        raise BadParams(f"{path} holds no settings.", "Start from a file that `eagle3-runbook new-params` writes.")
-    lines: dict[tuple, int] = {}
-    _note_lines(node, (), lines, path)
-    values = yaml.safe_load(text)
+        if not isinstance(node, yaml.MappingNode):
+            raise BadParams(f"{path} holds no settings.", "Start from a file that `eagle3-runbook new-params` writes.")
+        _note_lines(node, (), lines, path)
+        values = yaml.safe_load(text)
+    except YAML_ERRORS as error:
+        raise BadParams(f"{path} is not YAML for settings: {one_line(error)}.", "Mend that place.") from error
     for name, value in (overrides or {}).items():
         _override(values, name, value)
     try:
@@ -256,6 +271,8 @@ def _note_lines(node, place: tuple, lines: dict, path: Path) -> None:
     """Records the line of every key, and refuses a key that is given twice (YAML would keep the last in silence)."""
     if isinstance(node, yaml.MappingNode):
         for key, value in node.value:
+            if not isinstance(key, yaml.ScalarNode):
+                raise BadParams(f"{path}, line {key.start_mark.line + 1}: a name is a word.", "Write name: value.")
             here = (*place, key.value)
             if here in lines:
                 raise BadParams(
@@ -263,6 +280,11 @@ def _note_lines(node, place: tuple, lines: dict, path: Path) -> None:
                 )
             lines[here] = key.start_mark.line + 1
             _note_lines(value, here, lines, path)
+
+
+def one_line(error: Exception) -> str:
+    """An error's message without line breaks and without its last dot; its kind where it says nothing."""
+    return " ".join(str(error).split()).removesuffix(".") or type(error).__name__
 
 
 def _override(values: dict, name: str, value) -> None:

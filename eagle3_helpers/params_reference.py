@@ -56,7 +56,7 @@ def _value(value) -> str:
     """As YAML that reads back as the same value and type (a float keeps its dot)."""
     if isinstance(value, float):
         return f"{value:.1e}" if 0 < abs(value) < 1e-3 else repr(value)
-    return json.dumps(value)
+    return json.dumps(value, ensure_ascii=False)
 
 
 if __name__ == "__main__":

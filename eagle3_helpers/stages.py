@@ -88,6 +88,12 @@ class Evidence:
         }
 
     @property
+    def checkpoint(self) -> str | None:
+        """Of the weights that result.json chose."""
+        result = read_json(self.run.folder / "training" / "result.json")
+        return result and self.file(f"training/{result['checkpoint']}/draft.safetensors")
+
+    @property
     def export(self) -> str | None:
         folder = self.run.folder / "export" / "sglang"
         return export_digest(folder) if all((folder / name).is_file() for name in FILES) else None
@@ -159,7 +165,7 @@ STAGES = [
         "the approved plan, launched outside the kernel and watched",
         ("02_extract", "03_verify", "04_inspect_freeze"),
         lambda seen: {"plan.json": seen.file("plan.json")},
-        lambda seen: {"training/result.json": seen.file("training/result.json")},
+        lambda seen: {"training/result.json": seen.file("training/result.json"), "checkpoint": seen.checkpoint},
     ),
     Stage(
         "06_evaluate",

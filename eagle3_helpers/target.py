@@ -4,33 +4,37 @@ Boundaries: h_k is the residual stream entering layer k, in the numbering of Hug
 (h_0 is the embedding's output). The default [2, N//2, N-3] is what SGLang captures for a draft that names no layers.
 """
 
-import dataclasses
 import functools
 import json
 from pathlib import Path
 
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 
 from eagle3_helpers.durable import digest, file_digest, read_json, write_json
 from eagle3_helpers.errors import BadParams, CheckRefused
-from eagle3_helpers.params import TargetParams, home, resolve
+from eagle3_helpers.params import TargetParams, TargetShape, home, one_line, resolve
 
 EMBEDDING_NAMES = ("model.embed_tokens.weight", "embed_tokens.weight", "language_model.model.embed_tokens.weight")
 HEAD_NAMES = ("lm_head.weight", "language_model.lm_head.weight")
 FINAL_NORM_NAMES = ("model.norm.weight", "norm.weight", "language_model.model.norm.weight")
-TOKENIZER_FILES = (
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "tokenizer.model",
-    "vocab.json",
-    "merges.txt",
-    "special_tokens_map.json",
-)
+DERIVED_SIZES = ("num_key_value_heads", "head_dim")  # follow from others where config.json leaves them out
+# Never read when the target is used: documents, pictures, and weights in other layouts than the one that is loaded.
+DOCUMENTS = (".", "readme", "license")  # beginnings of names; a dot begins .gitattributes and the like
+UNREAD_SUFFIXES = {
+    *(".md", ".pdf", ".png", ".jpg", ".jpeg", ".gif", ".svg", ".webp"),
+    *(".bin", ".pt", ".pth", ".ckpt", ".gguf", ".h5", ".msgpack", ".onnx"),
+}
+OWN_NOTE = "unpacked.json"  # written by the demo when it unpacks its target
 
 
 def _memory_file() -> Path:
     return home() / "outputs" / "cache" / "weight_digests.json"
+
+
+def _memory() -> dict:
+    noted = read_json(_memory_file())
+    return noted if isinstance(noted, dict) else {}
 
 
 def _memory_key(file: Path) -> str:
@@ -39,7 +43,7 @@ def _memory_key(file: Path) -> str:
 
 
 def _remembered(file: Path) -> str | None:
-    return (read_json(_memory_file()) or {}).get(_memory_key(file))
+    return _memory().get(_memory_key(file))
 
 
 def _remembered_digest(file: Path) -> str:
@@ -47,21 +51,26 @@ def _remembered_digest(file: Path) -> str:
     known = _remembered(file)
     if known is None:
         known = file_digest(file)
-        write_json(_memory_file(), {**(read_json(_memory_file()) or {}), _memory_key(file): known})
+        write_json(_memory_file(), {**_memory(), _memory_key(file): known})
     return known
 
 
-@dataclasses.dataclass(frozen=True)
-class Shape:
-    """Sizes of a target, all counts."""
+def _decides(file: Path) -> bool:
+    """Whether a file beside the weights may decide ids, masks or states: every one that is not known to be never read."""
+    name = file.name.lower()
+    unread = name.startswith(DOCUMENTS) or name == OWN_NOTE or file.suffix.lower() in UNREAD_SUFFIXES
+    return file.is_file() and not unread and file.suffix != ".safetensors"
 
-    hidden_size: int
-    num_hidden_layers: int
-    vocab_size: int
-    num_attention_heads: int
-    num_key_value_heads: int
-    head_dim: int
-    intermediate_size: int
+
+def _read_object(file: Path) -> dict:
+    """A JSON object. Raises BadParams where the file holds none."""
+    try:
+        value = json.loads(file.read_text(encoding="utf-8"))
+        if not isinstance(value, dict):
+            raise ValueError(f"it holds {type(value).__name__}, not named values")
+    except ValueError as error:
+        raise BadParams(f"{file} is damaged: {one_line(error)}.", "Fetch that file of the model again.") from error
+    return value
 
 
 class Target:
@@ -90,26 +99,39 @@ class Target:
 
     @functools.cached_property
     def config(self) -> dict:
-        """config.json; of a model that wraps a language model, the part of that one."""
-        self.require()
-        config = json.loads((self.folder / "config.json").read_text())
-        return {**config, **config["text_config"]} if "text_config" in config else config
+        """config.json; of a model that wraps a language model, the part of that one. Needs no weights.
+
+        Raises BadParams where it is absent or damaged.
+        """
+        if not self.here:
+            self.require()
+        config = _read_object(self.folder / "config.json")
+        inner = config.get("text_config")
+        return {**config, **inner} if isinstance(inner, dict) else config
 
     @functools.cached_property
-    def shape(self) -> Shape:
+    def shape(self) -> TargetShape:
+        """Sizes, all counts. Raises BadParams naming what config.json lacks, or what no model can be."""
         if not self.here and self.params.shape is not None:
-            return Shape(**self.params.shape.model_dump())
-        config = self.config
-        heads = config["num_attention_heads"]
-        return Shape(
-            hidden_size=config["hidden_size"],
-            num_hidden_layers=config["num_hidden_layers"],
-            vocab_size=config["vocab_size"],
-            num_attention_heads=heads,
-            num_key_value_heads=config.get("num_key_value_heads") or heads,
-            head_dim=config.get("head_dim") or config["hidden_size"] // heads,
-            intermediate_size=config["intermediate_size"],
-        )
+            return self.params.shape
+        file, given = self.folder / "config.json", {}
+        for name in TargetShape.model_fields:
+            if self.config.get(name) is not None:
+                given[name] = self.config[name]
+        absent = [name for name in TargetShape.model_fields if name not in given and name not in DERIVED_SIZES]
+        if absent:
+            raise BadParams(
+                f"{file} does not say {', '.join(absent)}.",
+                "Use a decoder whose config.json has these names, or mend the file if it was cut.",
+            )
+        try:
+            heads, width = given["num_attention_heads"], given["hidden_size"]
+            return TargetShape(**{"num_key_value_heads": heads, "head_dim": width // heads, **given})
+        except (TypeError, ZeroDivisionError, ValueError) as error:
+            sizes = ", ".join(f"{name} = {value!r}" for name, value in given.items())
+            raise BadParams(
+                f"{file} has sizes that no model has: {sizes}.", "Each is a whole number above zero; mend the file."
+            ) from error
 
     @functools.cached_property
     def boundaries(self) -> list[int]:
@@ -146,12 +168,10 @@ class Target:
 
     @functools.cached_property
     def identity(self) -> dict:
-        """Digests of everything that decides the states: config, weights, tokenizer files and template text."""
-        self.require()
+        """sha256 of everything that decides ids, masks and states: {"files": {name: ...}, "weights": {name: ...}}."""
         return {
-            "config": file_digest(self.folder / "config.json"),
+            "files": self.file_digests,
             "weights": {file.name: _remembered_digest(file) for file in self.weight_files()},
-            "tokenizer": self.tokenizer_digest,
         }
 
     @property
@@ -161,10 +181,20 @@ class Target:
         return self.identity if all(_remembered(file) for file in self.weight_files()) else None
 
     @functools.cached_property
-    def tokenizer_digest(self) -> str:
+    def file_digests(self) -> dict[str, str]:
+        """sha256 of the files beside the weights, by name: settings, stop ids, tokenizer, templates and code.
+
+        All count but the few kinds that nothing reads, so that a kind not thought of makes a difference and not an error.
+        """
         self.require()
-        files = [*(self.folder / name for name in TOKENIZER_FILES), *sorted(self.folder.glob("*.jinja"))]
-        return digest({file.name: file_digest(file) for file in files if file.is_file()})
+        templates = self.folder.glob("additional_chat_templates/*.jinja")
+        found = {str(file.relative_to(self.folder)): file for file in (*self.folder.iterdir(), *templates)}
+        return {name: file_digest(found[name]) for name in sorted(found) if _decides(found[name])}
+
+    @property
+    def tokenizer_digest(self) -> str:
+        """Of all files beside the weights: a tokenizer reads config.json and code too, and which ones is its own affair."""
+        return digest(self.file_digests)
 
     @functools.cached_property
     def tokenizer(self):
@@ -178,7 +208,7 @@ class Target:
             )
         except Exception as error:
             raise BadParams(
-                f"the tokenizer in {self.folder} does not load: {str(error).splitlines()[0]}",
+                f"the tokenizer in {self.folder} does not load: {one_line(error)[:300]}.",
                 "Check the tokenizer files; a model with code of its own needs target.trust_remote_code: true.",
             ) from error
         if not tokenizer.chat_template:
@@ -189,25 +219,37 @@ class Target:
 
     @functools.cached_property
     def stop_ids(self) -> list[int]:
-        """Token ids that end a turn: those of generation_config.json and the tokenizer's own."""
-        found = set()
+        """Token ids that end a turn: those of generation_config.json and the tokenizer's own. Raises BadParams without any."""
         path = self.folder / "generation_config.json"
-        declared = json.loads(path.read_text()).get("eos_token_id") if path.is_file() else None
-        declared = declared if declared is not None else self.config.get("eos_token_id")
-        found.update(declared if isinstance(declared, list) else [declared])
-        found.add(self.tokenizer.eos_token_id)
-        return sorted(token for token in found if token is not None)
+        declared = _read_object(path).get("eos_token_id") if path.is_file() else None
+        if declared is None:
+            path, declared = self.folder / "config.json", self.config.get("eos_token_id")
+        named = declared if isinstance(declared, list) else [] if declared is None else [declared]
+        if any(type(token) is not int for token in named):
+            raise BadParams(f"{path}: eos_token_id = {declared!r} is no token id.", "Write one id, or a list of ids.")
+        own = self.tokenizer.eos_token_id
+        if not named and own is None:
+            raise BadParams(f"nothing in {self.folder} names a token that ends a turn.", f"Add eos_token_id to {path}.")
+        return sorted({*named, *([] if own is None else [own])})
 
     def tensor(self, names: tuple[str, ...]) -> torch.Tensor:
-        """The first of `names` that the weight files hold. Raises CheckRefused naming the keys that are there."""
+        """The first of `names` that the weight files hold.
+
+        Raises CheckRefused for a damaged file, and naming the keys that are there where none of `names` is.
+        """
         seen: list[str] = []
         for file in self.weight_files():
-            with safe_open(file, "pt") as weights:
-                keys = list(weights.keys())
-                for name in names:
-                    if name in keys:
-                        return weights.get_tensor(name)
-                seen += keys
+            try:
+                with safe_open(file, "pt") as weights:
+                    keys = list(weights.keys())
+                    for name in names:
+                        if name in keys:
+                            return weights.get_tensor(name)
+            except SafetensorError as error:
+                raise CheckRefused(
+                    f"{file} is damaged: {one_line(error)}.", "Fetch that file of the model again."
+                ) from error
+            seen += keys
         raise CheckRefused(
             f"{self.folder} holds none of {', '.join(names)}; it holds {len(seen)} tensors, e.g. {', '.join(seen[:4])}.",
             "Is this the whole model, in Hugging Face naming?",
@@ -228,18 +270,26 @@ class Target:
     def load_model(self, dtype: str, device: str):
         """The whole target with its head, for capture, generation and verification.
 
-        Raises CheckRefused where the files lack a weight (transformers would fill it with random numbers and go on).
+        Raises CheckRefused where the folder does not load, and where the files lack a weight (transformers would fill it
+        with random numbers and go on).
         """
         from transformers import AutoModelForCausalLM
 
         self.require()
-        model, loaded = AutoModelForCausalLM.from_pretrained(
-            self.folder,
-            dtype=getattr(torch, dtype),
-            local_files_only=True,
-            trust_remote_code=self.params.trust_remote_code,
-            output_loading_info=True,
-        )
+        try:
+            model, loaded = AutoModelForCausalLM.from_pretrained(
+                self.folder,
+                dtype=getattr(torch, dtype),
+                local_files_only=True,
+                trust_remote_code=self.params.trust_remote_code,
+                use_safetensors=True,  # the files whose digests are the identity
+                output_loading_info=True,
+            )
+        except (OSError, ValueError, SafetensorError) as error:
+            raise CheckRefused(
+                f"the model in {self.folder} does not load: {one_line(error)[:300]}.",
+                "Check its files; a model with code of its own needs target.trust_remote_code: true.",
+            ) from error
         if missing := sorted(loaded["missing_keys"]):
             raise CheckRefused(
                 f"{self.folder} lacks {len(missing)} weights of this architecture, e.g. {', '.join(missing[:3])}.",

@@ -37,6 +37,23 @@ def test_a_target_with_too_few_layers_needs_explicit_boundaries(home, tmp_path):
     assert not home.out("bad").exists()
 
 
+def test_a_cut_config_of_the_target_exits_2(home, tmp_path):
+    folder = make_target(tmp_path / "cut")
+    text = (folder / "config.json").read_text()
+    (folder / "config.json").write_text(text[: len(text) // 2])
+    refused(home.run("bad", "--set", f"target.path={folder}"), 2, f"{folder / 'config.json'} is damaged")
+    assert not home.out("bad").exists()
+
+
+def test_outputs_that_cannot_be_written_exit_4(home, small_volume):
+    subprocess.run(["mount", "-o", "remount,ro", small_volume], check=True)
+    home_there = {**home.environment, "EAGLE3_RUNBOOK_HOME": str(small_volume)}
+    done = subprocess.run(
+        home.command("run", "-p", home.params), env=home_there, capture_output=True, text=True, timeout=240
+    )
+    refused(done, 4, str(small_volume / "outputs"), "Read-only file system")
+
+
 def test_an_empty_data_file_exits_4(home, tmp_path):
     empty = write_jsonl(tmp_path / "empty.jsonl", [])
     done = home.run("empty", "--to", "extract", "--set", f"samples.conversations={empty}")

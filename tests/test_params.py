@@ -1,5 +1,6 @@
 """A params file that cannot be meant as written is refused with the line, the value and what would be allowed."""
 
+import re
 from pathlib import Path
 
 import pytest
@@ -71,6 +72,40 @@ def test_a_file_that_is_no_params_file_is_refused(write, text):
     assert "p.yaml" in refusal(write(text))
 
 
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("run_id: !!python/object/apply:os.getcwd []", "python/object/apply:os.getcwd"),
+        ("? [a, b]\n: 1", "line 1: a name is a word"),
+        ("run_id: tiny\ntarget:\n  ? {a: b}\n  : 1", "line 3: a name is a word"),
+        ("run_id: 2024-13-45", "month must be in 1..12"),
+        ("run_id: &a {b: *a}", "RecursionError|recursion"),
+        ("1: x", "1"),
+        ("run_id: tiny\x07", "not allowed"),
+    ],
+)
+def test_what_yaml_cannot_make_settings_of_is_refused(write, text, words):
+    assert re.search(words, refusal(write(text)))
+
+
+def test_a_file_that_is_not_utf_8_is_refused(tmp_path):
+    (tmp_path / "latin.yaml").write_bytes("run_id: tiny  # größer".encode("latin-1"))
+    assert "latin.yaml is not UTF-8" in refusal(tmp_path / "latin.yaml")
+
+
+def test_a_folder_and_an_unknown_home_are_refused(tmp_path):
+    assert "cannot be read: Is a directory" in refusal(tmp_path)
+    assert "~nobody-here/p.yaml" in refusal("~nobody-here/p.yaml")
+
+
+def test_infinity_is_no_setting(write):
+    assert "store.reserve_gb = inf" in refusal(write(store={"reserve_gb": float("inf")}))
+
+
+def test_an_unknown_number_of_the_targets_shape_is_refused(write):
+    assert "target.shape.layers is not a known name" in refusal(write(target={"shape": {"layers": 3}}))
+
+
 def test_a_file_that_is_not_there_is_refused(tmp_path):
     assert "cannot be read" in refusal(tmp_path / "absent.yaml")
 
@@ -89,7 +124,7 @@ def test_every_params_file_that_is_shipped_is_valid(path):
 def test_a_written_params_file_holds_every_setting_and_reads_back_as_the_defaults(tmp_path):
     given = {
         "run_id": "mine",
-        "target.path": "t",
+        "target.path": "modèles/🦅",
         "samples.conversations": "c",
         "store.data_root": "d",
         "store.name": "s",

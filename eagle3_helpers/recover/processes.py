@@ -2,21 +2,32 @@
 
 A process id alone names nobody: after a reboot, or a day, the same number is somebody else. An identity is the id, the
 start time and the command line; only a process for which all three still hold is the one that was meant. What is shown of
-a command line hides the values of options that sound like secrets.
+a command line hides what may be a secret.
 """
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import UTC, datetime
 
 import psutil
-from filelock import FileLock, Timeout
 
 from eagle3_helpers.display import Table, bytes_text
 from eagle3_helpers.durable import read_json
 from eagle3_helpers.runs import Run
 
-SECRET = re.compile(r"key|token|secret|passw|credential|auth", re.IGNORECASE)
+HIDDEN = "***"
+# Words that are part of harmless ones (monkey, tokenizer, author) count only when they stand alone in a name.
+SECRET = re.compile(
+    r"secret|passw|passphrase|credential|apikey|(?<=[^a-z])pwd|(?<![a-z])(keys?|(auth|access)?token|auth|authorization)(?![a-z])"
+)
+NAME = re.compile(r"-{0,2}[A-Za-z_][\w.-]*")
+WHOLE = re.compile(r"(?P<name>-{0,2}[A-Za-z_][\w.-]*)(=|:\s*)(?=.)", re.DOTALL)  # begins a word that is one setting
+# Inside a word: after = up to the end of a shell word, after : (a header, JSON) all that follows.
+_VALUE = r"""(?(header).+|(?:"(?:\\.|[^"\\])*"|'[^']*'|\\.|[^\s;])+)"""
+VALUE = re.compile(rf"""(?P<sign>["']?\s*(?:=|(?P<header>:))\s*){_VALUE}""", re.DOTALL)
+OPTION_VALUE = re.compile(rf"""(?P<sign>["']?\s*(?:=|(?P<header>:))\s*|["']?\s+){_VALUE}""", re.DOTALL)
+BEARER = re.compile(r"(\bbearer\s+)\S+", re.IGNORECASE)
+USERINFO = re.compile(r"(\w://)(?:[^\s/:@]*:\S*|[^\s/]*)@")  # a password may hold / and @
 SHOWN = 120  # characters of a command line
 
 
@@ -26,7 +37,7 @@ class Identity:
 
     pid: int
     created: float
-    cmdline: tuple[str, ...]
+    cmdline: tuple[str, ...] = field(repr=False)  # may hold secrets; `command` may be shown
 
     @property
     def runs(self) -> bool:
@@ -50,19 +61,41 @@ def identify(pid: int) -> Identity | None:
 
 
 def safe_command(cmdline: tuple[str, ...] | list[str]) -> str:
-    """A command line for eyes and logs: values of secret-sounding options replaced by ***, cut at 120 characters."""
+    """A command line for eyes and logs: what may be a secret is ***, and all is cut at 120 characters.
+
+    Hidden are the value of a name that sounds like a secret (`--api-key V` whatever V looks like, `TOKEN=V`, `Auth: V`), what
+    follows "bearer", and user and password in a URL; inside a word too, as in `sh -c "export KEY=V; ..."`. In doubt too much
+    is hidden.
+    """
     words, hide = [], False
     for word in cmdline:
-        name, equals, _ = word.partition("=")
-        option = name.startswith("-") or (equals and name.isidentifier())
-        if hide and not word.startswith("-"):
-            word = "***"
-        elif option and equals and SECRET.search(name):
-            word = f"{name}=***"
-        hide = word.startswith("-") and not equals and bool(SECRET.search(name))
-        words.append(word)
+        words.append(HIDDEN if hide else _safe_word(word))
+        name = word.rstrip(":")
+        opens = NAME.fullmatch(name) and _secret(name) and (word.startswith("-") or name != word)
+        hide = bool(opens) or word.lower() == "bearer"
     text = " ".join(words)
     return text if len(text) <= SHOWN else text[: SHOWN - 1] + "…"
+
+
+def _safe_word(word: str) -> str:
+    whole = WHOLE.match(word)
+    if whole and _secret(whole["name"]):
+        return f"{whole[0]}{HIDDEN}"
+    text, at = "", 0
+    for name in NAME.finditer(word):
+        if name.start() < at or not _secret(name[0]):
+            continue
+        value = (OPTION_VALUE if name[0].startswith("-") else VALUE).match(word, name.end())
+        if value:
+            text += f"{word[at : value.end('sign')]}{HIDDEN}"
+            at = value.end()
+    text = BEARER.sub(rf"\1{HIDDEN}", text + word[at:])
+    return USERINFO.sub(rf"\1{HIDDEN}@", text)
+
+
+def _secret(name: str) -> bool:
+    """Whether a name sounds like a secret: `hfToken` does, `tokenizer` and `max_tokens` do not."""
+    return bool(SECRET.search(re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", name).lower()))
 
 
 def trainers(run: Run) -> list[Identity]:
@@ -99,15 +132,3 @@ def _memory(pid: int) -> str:
         return bytes_text(psutil.Process(pid).memory_info().rss)
     except psutil.Error:
         return "gone"
-
-
-def training_locked(run: Run) -> bool:
-    """Whether a trainer of this run holds its lock now. The lock falls with its process, whatever killed that."""
-    path = run.folder / "training" / "lock"
-    if not path.exists():
-        return False
-    try:
-        with FileLock(path, timeout=0):
-            return False
-    except Timeout:
-        return True

@@ -164,6 +164,7 @@ def finished(straight, tiny_run) -> TinyRun:
     run = tiny_run()
     shutil.copytree(straight.folder, run.folder)
     (run.folder / "events.jsonl").unlink()
+    write_json(run.folder / "process.json", {"status": "finished"})  # the one that trained is this very process
     for folder in (run.folder / "checkpoints").iterdir():  # the paths in a spec are the run's own
         rewrite_state(folder, spec=run.spec.model_dump(mode="json"))
     result = straight.result | {"spec_digest": run.spec.digest, "plan_digest": digest(run.plan)}

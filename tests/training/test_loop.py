@@ -9,7 +9,7 @@ import torch
 from filelock import FileLock
 from safetensors.torch import load
 
-from eagle3_helpers.durable import append_lines, digest, file_digest, read_json, read_lines, write_json
+from eagle3_helpers.durable import append_lines, digest, file_digest, read_lines, write_json
 from eagle3_helpers.errors import CheckRefused
 from eagle3_helpers.states.format import State, encode_state
 from eagle3_helpers.states.manifest import new_entry, new_manifest_file, read_manifest
@@ -124,9 +124,7 @@ def test_data_that_is_not_what_the_plan_says_is_refused_before_anything_starts(t
 def test_a_plan_that_was_not_approved_is_refused_with_exit_4_before_anything(tiny_run, capsys):
     run = tiny_run()
     approved = digest(run.plan)
-    run.write_plan(
-        {**run.spec.model_dump(mode="json"), "freeze_lm_head": True}
-    )  # after the launch had redeemed the other
+    run.write_plan({**run.spec.model_dump(mode="json"), "freeze_lm_head": True})  # after the other was redeemed
     assert main([str(run.plan_file), approved]) == 4
     assert f"holds plan {digest(run.plan)}, and {approved} was approved" in capsys.readouterr().err
     assert not run.folder.exists()
@@ -144,7 +142,10 @@ def test_a_state_whose_bytes_changed_after_it_was_listed_is_refused_by_file(tiny
 
 def test_what_another_run_stores_in_the_same_store_stops_no_training(tiny_run):
     run = tiny_run(epochs=1)
-    append_lines(new_manifest_file(run.store), [new_entry("00" * 8, 5, b"of another run")._asdict()])
+    for foreign in ("00" * 8, "11" * 8):
+        run.spec = run.make_spec()
+        run.write_plan()
+        append_lines(new_manifest_file(run.store), [new_entry(foreign, 5, b"of another run")._asdict()])
     assert run.train() == 0
 
 
