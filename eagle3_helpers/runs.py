@@ -153,8 +153,8 @@ def open_run(params_file: str, run_id: str = "", overrides: dict | None = None) 
 def reopen_run(run_id: str) -> Run:
     """A run that exists, with the params it was last used with."""
     folder = outputs() / run_id
-    if not (folder / "params.yaml").is_file():
-        known = sorted(path.parent.name for path in outputs().glob("*/params.yaml"))
+    known = sorted(path.parent.name for path in outputs().glob("*/params.yaml"))
+    if run_id not in known:
         raise BadParams(f"there is no run {run_id!r} in {outputs()}.", f"Known runs: {', '.join(known) or 'none'}.")
     return Run(folder, load_params(str(folder / "params.yaml")))
 
