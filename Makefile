@@ -27,7 +27,7 @@ lab: .venv/ready  ## JupyterLab, notebooks ready to Run All on the demo's params
 	$(BIN)/python -m eagle3_helpers.demo.smollm2
 	$(BIN)/jupyter lab notebooks/00_index.ipynb
 
-lint: .venv/ready
+lint: .venv/ready  ## Style, of the notebooks too.
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/nbstripout --verify notebooks/*.ipynb
