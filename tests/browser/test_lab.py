@@ -75,7 +75,7 @@ def page():
 def open_notebook(page: Page, lab: str, name: str) -> None:
     page.goto(f"{lab}/{name}.ipynb?token={TOKEN}&reset")
     page.wait_for_selector(".jp-Notebook .jp-CodeCell")
-    page.wait_for_selector(".jp-Notebook-ExecutionIndicator[data-status='idle']")
+    page.get_by_text("Python 3 (ipykernel) | Idle").wait_for()
 
 
 def menu(page: Page, entry: str) -> None:
@@ -94,8 +94,10 @@ def picture(page: Page, name: str) -> None:
 def test_run_all_gives_the_receipt(home, lab, page, stage):
     open_notebook(page, lab, stage)
     menu(page, "Run All Cells")
-    until(lambda: home.receipt("demo", stage))
-    picture(page, stage)
+    try:
+        until(lambda: home.receipt("demo", stage))
+    finally:
+        picture(page, stage)
 
 
 def test_training_stops_at_the_launch_until_a_person_approves_in_the_form(home, lab, page):
