@@ -27,7 +27,7 @@ TICKS = {
 def approval_form(run: Run) -> ipywidgets.VBox:
     """The form for the plan of `run` as it is now. Raises CheckRefused where there is no plan."""
     plan = read_plan(run)
-    wide, label = ipywidgets.Layout(width="46em"), {"description_width": "9em"}
+    wide, label = ipywidgets.Layout(width="60em"), {"description_width": "9em"}
     boxes = {
         name: ipywidgets.Checkbox(description=f"{name}: {text}", indent=False, layout=wide)
         for name, text in TICKS.items()
