@@ -26,9 +26,10 @@ class Attempt:
     def __init__(self, stage: Stage, run: Run):
         self.stage, self.run, self.params = stage, run, run.params
         self.target = Target(run.params.target)
-        self.before = stage_state(run, stage)
+        seen = Evidence(run, hashing=True)
+        self.before = stage_state(run, stage, seen)
         self.started = now()
-        self.reads = stage.reads(Evidence(run, hashing=True))
+        self.reads = stage.reads(seen)
         attempts = sum(event["stage"] == stage.name for event in run.events("stage started"))
         self.name = f"{stage.name}-{attempts + 1}"
         run.write_params()
@@ -86,7 +87,7 @@ class Attempt:
         absent = [name for name, value in {**reads, **writes}.items() if value is None]
         if absent:
             raise StageFailed(f"{self.stage.name}: {', '.join(absent)} is not there.", "Run the cells above.")
-        kept = stage_state(self.run, self.stage)
+        kept = stage_state(self.run, self.stage, seen)
         if kept.done:
             receipt = kept.receipt
         else:

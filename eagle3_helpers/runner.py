@@ -121,8 +121,8 @@ def _execute(run: Run, stage: Stage, params_file: str, overrides: dict) -> None:
             f"{stage.name}: its kernel was killed (out of memory, or SIGKILL).",
             "Run the same command again: what is stored is kept and only the rest is done.",
         ) from error
-    if not stage_state(run, stage).done:
-        state = stage_state(run, stage)
+    state = stage_state(run, stage)
+    if not state.done:
         raise StageFailed(f"{stage.name} ran to its end but is {state.state} ({state.reason}).", f"Look at {output}.")
 
 

@@ -215,12 +215,17 @@ def stage_states(run: Run, hashing: bool = False) -> dict[str, StageState]:
     return states
 
 
-def stage_state(run: Run, stage: Stage) -> StageState:
-    """The state of one stage. Raises what looking at the disk raises."""
-    seen, states = Evidence(run, hashing=True), {}
-    for earlier in STAGES[: STAGES.index(stage) + 1]:
-        states[earlier.name] = _judge(earlier, seen, states)
-    return states[stage.name]
+def stage_state(run: Run, stage: Stage, seen: Evidence | None = None) -> StageState:
+    """The state of one stage, by what was `seen` or by a new look at the disk. Raises what looking raises."""
+    return _judged(seen or Evidence(run, hashing=True), STAGES[: STAGES.index(stage) + 1])[stage.name]
+
+
+def _judged(seen: Evidence, stages: list[Stage]) -> dict[str, StageState]:
+    """Of `stages`, the first ones in order, from one look."""
+    states = {}
+    for stage in stages:
+        states[stage.name] = _judge(stage, seen, states)
+    return states
 
 
 def _judge(stage: Stage, seen: Evidence, states: dict[str, StageState]) -> StageState:
@@ -260,8 +265,8 @@ def require_target(run: Run) -> Target:
 
 def require_foundations(run: Run, stage: Stage) -> None:
     """Raises CheckRefused unless the stages that `stage` rests on are done, saying which to run."""
-    states = [stage_state(run, stage_named(name)) for name in stage.rests_on]
-    undone = [state for state in states if not state.done]
+    states = _judged(Evidence(run, hashing=True), STAGES[: STAGES.index(stage)])
+    undone = [states[name] for name in stage.rests_on if not states[name].done]
     if undone:
         raise CheckRefused(
             f"{stage.name} rests on {', '.join(f'{state.name}, which is {state.state} ({state.reason})' for state in undone)}.",
